@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.cases import each_of
-from support.messages import naming
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,7 +22,6 @@ from torch.utils.data import (
 )
 
 from torchfleet.api.prepare.loader_shard import shared_loader
-from torchfleet.base.errors import FleetError
 
 
 class Numbers(Dataset[int]):
@@ -203,9 +203,94 @@ def test_a_loader_that_is_shared_already_stays_as_it_is() -> None:
     assert shared_loader(alone := DataLoader(numbers), 0, 1, {}.setdefault) is alone
 
 
-def test_a_loader_of_another_class_is_refused() -> None:
-    class Own(DataLoader[int]):
-        pass
+class Collated(DataLoader[Any]):
+    """As those of PyTorch Geometric: its collate function is a method that reads an attribute."""
 
-    with pytest.raises(FleetError, match=naming("Own", "fleet.data_shard", "fleet.prefetch")):
-        shared_loader(Own(Numbers(3)), 0, 2, {}.setdefault)
+    def __init__(self, num: int, size: int | None, **options: Any) -> None:
+        self.offset = 0
+        super().__init__(Numbers(num), size, collate_fn=self.collate, **options)
+
+    def collate(self, samples: Any) -> torch.Tensor:
+        return torch.as_tensor(samples) + self.offset
+
+
+class Streamed(DataLoader[Any]):
+    """A subclass over a stream."""
+
+
+class Shuffled(Collated):
+    """As those of RecBole: it has its own __iter__ and __len__, and here an order of numpy's."""
+
+    size = 4
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = np.random.permutation(len(self.dataset))
+        for number in range(len(self)):
+            yield self.collate(order[number * self.size : (number + 1) * self.size].tolist())
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.dataset) / self.size)
+
+
+class Marked(Collated):
+    """Calls DataLoader's own iteration."""
+
+    def __iter__(self) -> Any:
+        self.num_passes = getattr(self, "num_passes", 0) + 1
+        return super().__iter__()
+
+
+@each_of(
+    "make",
+    [
+        lambda: Collated(26, 4, shuffle=True),
+        lambda: Collated(26, None, shuffle=True),
+        lambda: Collated(26, 4, shuffle=True, num_workers=1),
+        lambda: Collated(26, 4, sampler=RandomSampler(range(26), generator=torch.Generator().manual_seed(3))),
+        lambda: Streamed(Stream(26), 4),
+        lambda: Streamed(Stream(26), None),
+        lambda: Streamed(Numbers(26), batch_sampler=BatchSampler(RandomSampler(range(26)), 4, False)),
+    ],
+    ids=["shuffle", "no batches", "processes", "generator", "stream", "stream without batches", "batch sampler"],
+)
+@each_of("num", [2, 3])
+def test_a_subclass_is_shared_as_a_loader_of_torch(make: Any, num: int) -> None:
+    found = epochs(make, num)
+    assert {number for worker in found for batch in worker for number in batch} == set(range(26))
+    assert len({len(worker) for worker in found}) == 1
+    counts = [sum(map(len, worker)) for worker in found]
+    assert max(counts) - min(counts) <= 1
+    torch.manual_seed(0)
+    shared = shared_loader(alone := make(), 0, num, lambda name, data: data)
+    assert type(shared) is type(alone)
+    assert shared.batch_size == alone.batch_size
+
+
+@each_of("make", [lambda: Shuffled(30, 4), lambda: Marked(30, 4, shuffle=True), lambda: Marked(30, 4)])
+@pytest.mark.parametrize("each_pass", [True, False])
+def test_batches_of_a_class_with_its_own_iteration_are_dealt_out_whole(make: Any, each_pass: bool) -> None:
+    """Each worker's random numbers are other ones, of numpy too. 8 batches: of each, one worker makes use."""
+    own: dict[int, Any] = {}
+
+    def seeded() -> Any:
+        np.random.seed(100 + len(own))
+        return own.setdefault(len(own), make())
+
+    found = epochs(seeded, 2, 2, each_pass)
+    for start in (0, 4):
+        batches = [batch for worker in found for batch in worker[start : start + 4]]
+        assert sorted(number for batch in batches for number in batch) == list(range(30))
+        assert sorted(map(len, batches)) == [2, *[4] * 7]
+
+
+def test_a_short_last_round_of_whole_batches_is_repeated_or_dropped() -> None:
+    found = epochs(lambda: Marked(17, 4), 3)
+    assert [worker[-1] for worker in found] == [[12, 13, 14, 15], [16], [12, 13, 14, 15]]
+    found = epochs(lambda: Marked(17, 4, drop_last=True), 3)
+    assert [len(worker) for worker in found] == [1, 1, 1]
+
+
+def test_code_that_makes_batches_sees_what_is_set_on_the_share() -> None:
+    share: Any = shared_loader(Collated(8, 2), 0, 2, lambda name, data: data)
+    share.offset = 100
+    assert [batch.tolist() for batch in share] == [[100, 101], [104, 105]]

@@ -108,8 +108,22 @@ def test_fifty_scripts_that_end_by_themselves_lose_no_push(mode: str, tmp_path: 
         end_by_itself(mode, tmp_path / str(number))
 
 
-def on_a_rank() -> dict[str, Any]:
-    parts = fleet.prepare(*plain_parts(8))
+class Own(DataLoader[Any]):
+    """A subclass, as those of RecBole and PyTorch Geometric, with an attribute of its own."""
+
+    epoch = 0
+
+
+class Iterated(Own):
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        return super().__iter__()
+
+
+def on_a_rank(is_own: bool) -> dict[str, Any]:
+    model, optimizer, _, scheduler = plain_parts(8)
+    kind = Iterated if is_own else DataLoader
+    parts = fleet.prepare(model, optimizer, kind(samples(), 8, shuffle=True), scheduler)
     torch.manual_seed(fleet.worker_index())
     train(*parts)
     found = {"out": parts[0](IDS).detach(), "length": len(parts[2])}
@@ -118,8 +132,10 @@ def on_a_rank() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_plain_torch(ranks: Ranks) -> None:
-    for found in ranks.run(on_a_rank, 2):
+@pytest.mark.parametrize("is_own", [False, True])
+def test_two_ranks_equal_plain_torch(ranks: Ranks, is_own: bool) -> None:
+    """Also where batches are dealt out whole: the last round has one batch of six samples, which both ranks get."""
+    for found in ranks.run(on_a_rank, 2, is_own=is_own):
         assert found["length"] == 5
         torch.testing.assert_close(found["out"], predicted_by_torch())
 
@@ -145,6 +161,27 @@ def test_a_prepared_loader_in_prefetch_counts_each_sample_once() -> None:
     worker = fleet.stats()["worker"]
     assert (worker["steps"], worker["samples"]) == (len(loader), len(samples()))
     fleet.stop_worker()
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Own, Iterated])
+def test_what_comes_back_is_a_loader_of_the_same_class(kind: type[DataLoader[Any]]) -> None:
+    model, optimizer = plain_parts(8)[:2]
+    loader = kind(samples(), 8, shuffle=True)
+    *_, prepared = fleet.prepare(model, optimizer, loader, sparse="auto")
+    assert isinstance(prepared, kind)
+    assert prepared.dataset is loader.dataset
+    assert prepared.sampler is loader.sampler
+    assert prepared.batch_sampler is loader.batch_sampler
+    assert (prepared.batch_size, prepared.drop_last, len(prepared)) == (8, False, len(loader))
+    torch.manual_seed(5)
+    expected = list(loader)
+    torch.manual_seed(5)
+    torch.testing.assert_close(list(prepared), expected)
+    if kind is Iterated:
+        assert prepared.epoch == 2
+    fleet.reset()
+    with pytest.raises(FleetError, match=naming("argument 2")):
+        fleet.prepare(optimizer, prepared, model)
 
 
 def test_embeddings_that_share_a_weight_stay_in_the_optimizer() -> None:

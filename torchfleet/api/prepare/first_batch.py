@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchfleet.api.prepare.loader_shard import iterates_by_itself
 from torchfleet.base.errors import FleetError
 from torchfleet.ps.worker.batch.batch_tensors import tensors_of
 
@@ -20,8 +21,10 @@ def num_lookups(loader: DataLoader[Any]) -> int | None:
 
     Reads one batch of samples from all over the dataset, in a worker process if the loader has any, and restores the
     states of the random number generators. None for an IterableDataset, which may yield its samples only once, and for
-    a sampler of the user's, whose batches only it knows.
+    a sampler of the user's or a class with its own `__iter__`, whose batches only they know.
     """
+    if iterates_by_itself(loader):
+        return None
     samplers = (loader.sampler, loader.batch_sampler)
     is_known = all(one is None or type(one).__module__.startswith("torch.utils.data.") for one in samplers)
     if isinstance(loader.dataset, IterableDataset) or not is_known or not hasattr(loader.dataset, "__len__"):

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from torchfleet.api.prepare.shared_order import Agree, SharedOrder
-from torchfleet.base.errors import FleetError
 
 Item = TypeVar("Item")
 
 
 def shared_loader(
     loader: DataLoader[Any], index: int, num: int, agree: Agree, each_pass: bool = True, name: str = "a loader"
-) -> DataLoader[Any]:
-    """The loader of worker `index` of `num`, with the same batch size, order, collate function and worker processes.
+) -> DataLoader[Any] | BatchesOfEvery:
+    """The loader of worker `index` of `num`, of the same class, with the same batch size, order, collate function and
+    worker processes; its `batch_sampler`, `sampler` or `dataset` gives this worker's share. Of a class with its own
+    `__iter__` or `__len__`, an iterable over whole batches of the loader.
 
     `agree` returns the bytes of worker 0, and all workers must call this together. `each_pass`: whether workers meet at
     the beginning of every pass, to use worker 0's random state at that moment (SharedOrder). `name`: of the loader, for
     errors. A loader with torch's DistributedSampler is already sharded and is returned unchanged.
     """
-    if type(loader) is not DataLoader:
-        raise FleetError(
-            f"fleet.prepare: expected a torch.utils.data.DataLoader itself, found a {type(loader).__name__}. Give it "
-            "the samples of this worker (fleet.data_shard says which), and iterate fleet.prefetch(loader)."
-        )
     if num == 1 or isinstance(loader.sampler, DistributedSampler):
         return loader
-    if isinstance(loader.dataset, IterableDataset):
-        samples = SampleShard(loader.dataset, index, num)
-        return DataLoader(samples, loader.batch_size, drop_last=loader.drop_last, **_options(loader))
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if iterates_by_itself(loader):
+        order = SharedOrder(sampler, agree, each_pass, name, draws_anywhere=True)
+        return BatchesOfEvery(loader, index, num, order)
+    if isinstance(loader.dataset, IterableDataset):
+        return _with(loader, dataset=SampleShard(loader.dataset, index, num))
     order = SharedOrder(sampler, agree, each_pass, name)
     if loader.batch_sampler is None:
-        share = OrderShard(_Passes(loader.sampler, order), index, num)
-        return DataLoader(loader.dataset, batch_size=None, sampler=share, **_options(loader))
-    batches = BatchShard(loader.batch_sampler, index, num, order)
-    return DataLoader(loader.dataset, batch_sampler=batches, **_options(loader))
+        return _with(loader, sampler=OrderShard(_Passes(loader.sampler, order), index, num))
+    return _with(loader, batch_sampler=BatchShard(loader.batch_sampler, index, num, order))
+
+
+def iterates_by_itself(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's class decides itself which batches it has, so that its samplers may say nothing of them."""
+    kind = type(loader)
+    return any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "__len__"))
 
 
 class BatchShard(Sampler[list[Any]]):
@@ -109,6 +112,26 @@ class SampleShard(_OneOfEvery, IterableDataset[Any]):
     """A worker's share of a stream of samples."""
 
 
+class BatchesOfEvery:
+    """A worker's share of the batches of a loader whose class has its own `__iter__` or `__len__`.
+
+    Every worker reads all batches, and takes the one at position `index` of every `num` consecutive ones. The last
+    round, if it is short, is as in _OneOfEvery; with drop_last it is dropped.
+    """
+
+    def __init__(self, loader: DataLoader[Any], index: int, num: int, order: SharedOrder) -> None:
+        self._loader, self._order = loader, order
+        self._index, self._num, self._drops = index, num, loader.drop_last
+
+    def __iter__(self) -> Iterator[Any]:
+        for taken in _rounds(self._order.begin(self._loader), self._num):
+            if len(taken) == self._num or not self._drops:
+                yield taken[self._index % len(taken)]
+
+    def __len__(self) -> int:
+        return (len(self._loader) + (0 if self._drops else self._num - 1)) // self._num
+
+
 def _rounds(items: Iterable[Item], num: int) -> Iterator[list[Item]]:
     """Lists of `num` items; the last one may be shorter."""
     taken: list[Item] = []
@@ -121,7 +144,12 @@ def _rounds(items: Iterable[Item], num: int) -> Iterator[list[Item]]:
         yield taken
 
 
-def _options(loader: DataLoader[Any]) -> dict[str, Any]:
-    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-    more = ("generator", "prefetch_factor", "persistent_workers", "pin_memory_device")
-    return {name: getattr(loader, name) for name in (*names, *more)}
+def _with(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    """A loader of the same class and with the same attributes, but for these. Its own methods among them, such as a
+    collate function, are those of the new loader.
+    """
+    made: DataLoader[Any] = object.__new__(type(loader))
+    for name, value in {**vars(loader), "_iterator": None, **parts}.items():
+        is_own = isinstance(value, types.MethodType) and value.__self__ is loader
+        vars(made)[name] = types.MethodType(value.__func__, made) if is_own else value
+    return made

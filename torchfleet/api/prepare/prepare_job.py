@@ -6,61 +6,21 @@ import atexit
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from torchfleet.api import distributing, job_life, process_role, saves, training_passes
+from torchfleet.api import distributing, job_life, process_role, saves
 from torchfleet.api.prepare.first_batch import num_lookups
-from torchfleet.api.prepare.loader_shard import shared_loader
+from torchfleet.api.prepare.loader_shard import BatchesOfEvery, shared_loader
+from torchfleet.api.prepare.prepared_loader import PreparedLoader, prepared_loader
 from torchfleet.base.errors import FleetError, ModelError
 from torchfleet.base.role.role_makers import is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.collective.tensors.outputs import map_tensors
 from torchfleet.ps.worker.embedding.embedding_choice import Auto
-
-
-class PreparedLoader:
-    """This worker's batches, on the model's device, through fleet.prefetch. `loader` is the underlying DataLoader."""
-
-    is_prefetched = True
-
-    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
-        self.loader, self._device = loader, device
-
-    def __iter__(self) -> Iterator[Any]:
-        return training_passes.prefetch(
-            self.loader if self._device.type == "cpu" else _Moved(self.loader, self._device)
-        )
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    @property
-    def dataset(self) -> Any:
-        return self.loader.dataset
-
-    @property
-    def batch_size(self) -> int | None:
-        """The batch size of one worker."""
-        return self.loader.batch_size
-
-
-class _Moved:
-    """A loader's batches on a device."""
-
-    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
-        self._loader, self._device = loader, device
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
 
 def prepare(
@@ -91,6 +51,10 @@ def prepare(
                 f"fleet.prepare: argument {number + 1}: expected a model, an optimizer, a DataLoader or a scheduler of "
                 f"torch, found {thing!r:.200}"
             )
+        if isinstance(thing, PreparedLoader):
+            raise FleetError(
+                f"fleet.prepare: argument {number + 1} was prepared for a job before: give it the DataLoader itself"
+            )
     _begin(is_collective)
     before = dict(model.named_parameters(remove_duplicate=False))
     made = distributing.distributed_model(model, strategy, _by_batch(sparse, objects))
@@ -102,7 +66,8 @@ def prepare(
     device = next((parameter.device for parameter in made.parameters()), torch.device("cpu"))
     for number, thing in enumerate(objects):
         if isinstance(thing, DataLoader):
-            prepared[id(thing)] = PreparedLoader(_shared(thing, f"the loader of argument {number + 1}"), device)
+            share = _shared(thing, f"the loader of argument {number + 1}")
+            prepared[id(thing)] = prepared_loader(thing, share, device)
         elif isinstance(thing, LRScheduler):
             prepared[id(thing)] = thing
     return tuple(prepared[id(thing)] for thing in objects)
@@ -190,7 +155,7 @@ def _by_batch(sparse: str | int | None, objects: Sequence[Any]) -> str | int | N
     return sparse if found is None else Auto(found)
 
 
-def _shared(loader: DataLoader[Any], name: str) -> DataLoader[Any]:
+def _shared(loader: DataLoader[Any], name: str) -> DataLoader[Any] | BatchesOfEvery:
     """This worker's share. Workers that make their steps together also meet at the beginning of each pass."""
     each_pass = process_role.mode() in ("sync", "collective")
     return shared_loader(loader, *process_role.data_shard(), _of_worker_0, each_pass, name)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, TypeVar
 
+import msgspec
+import numpy as np
 import torch
 
 Item = TypeVar("Item")
@@ -21,16 +24,21 @@ class SharedOrder:
     workers go on from worker 0's state at the creation of this object, and no worker waits for another. A sampler with
     a generator gets the state of worker 0's generator at creation. A sampler that draws from neither must yield the
     same order on all workers.
+
+    `draws_anywhere`: the order is drawn by code of the user's when a pass begins, also from the global states of numpy
+    and of Python's random, which are worker 0's at that moment, too.
     """
 
-    def __init__(self, sampler: Any, agree: Agree, each_pass: bool, name: str) -> None:
+    def __init__(self, sampler: Any, agree: Agree, each_pass: bool, name: str, draws_anywhere: bool = False) -> None:
         self._agree, self._name, self._num_passes = agree, name, 0
-        self._draws_globally = getattr(sampler, "generator", self) is None
-        self._state: torch.Tensor | None = None  # random state of the next pass, if workers do not meet for it
+        self._states = _AllStates() if draws_anywhere else _TorchState()
+        self._draws_globally = draws_anywhere or getattr(sampler, "generator", self) is None
+        self._state: bytes | None = None  # random state of the next pass, if workers do not meet for it
         if getattr(sampler, "generator", None) is not None:
-            sampler.generator.set_state(self._of_worker_0(sampler.generator.get_state()))
-        elif self._draws_globally and not each_pass:
-            self._state = self._of_worker_0(torch.get_rng_state())
+            told = self._of_worker_0(sampler.generator.get_state().numpy().tobytes())
+            sampler.generator.set_state(_as_tensor(told))
+        if self._draws_globally and not each_pass:
+            self._state = self._of_worker_0(self._states.get())
 
     def begin(self, items: Iterable[Item]) -> Iterator[Item]:
         """Begin a pass over `items`: the sampler of this order, or batches from it."""
@@ -45,18 +53,54 @@ class SharedOrder:
     def _random_numbers(self) -> Iterator[None]:
         """Within this context, torch's global random state is that of the pass."""
         self._num_passes += 1
-        own, kept = torch.get_rng_state(), self._state
+        own, kept = self._states.get(), self._state
         state = self._of_worker_0(own) if kept is None else kept
-        if kept is None and torch.equal(state, own):  # worker 0, and workers with its seed: as in plain torch
+        if kept is None and state == own:  # worker 0, and workers with its seed: as in plain torch
             yield
             return
-        torch.set_rng_state(state)
+        self._states.set(state)
         try:
             yield
         finally:
-            self._state = None if kept is None else torch.get_rng_state()
-            torch.set_rng_state(own)
+            self._state = None if kept is None else self._states.get()
+            self._states.set(own)
 
-    def _of_worker_0(self, state: torch.Tensor) -> torch.Tensor:
-        told = self._agree(f"{self._name}, pass {self._num_passes}", state.numpy().tobytes())
-        return torch.frombuffer(bytearray(told), dtype=torch.uint8)
+    def _of_worker_0(self, state: bytes) -> bytes:
+        return self._agree(f"{self._name}, pass {self._num_passes}", state)
+
+
+class _TorchState:
+    """torch's global random state, as bytes."""
+
+    def get(self) -> bytes:
+        return torch.get_rng_state().numpy().tobytes()
+
+    def set(self, state: bytes) -> None:
+        torch.set_rng_state(_as_tensor(state))
+
+
+class _AllStates(_TorchState):
+    """The global random states of torch, of numpy and of Python."""
+
+    def get(self) -> bytes:
+        of_numpy: Any = np.random.get_state()
+        kind, keys, *rest = of_numpy
+        return msgspec.msgpack.encode((super().get(), (kind, keys.tolist(), *rest), random.getstate()))
+
+    def set(self, state: bytes) -> None:
+        of_torch, of_numpy, (version, numbers, gauss) = msgspec.msgpack.decode(state, type=_States)
+        super().set(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate((version, numbers, gauss))
+
+
+# of torch; of numpy: kind, keys, position, whether a normal number is left, it; of Python: version, numbers, as before
+_States = tuple[
+    bytes,
+    tuple[str, tuple[int, ...], int, int, float],
+    tuple[int, tuple[int, ...], float | None],
+]
+
+
+def _as_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
