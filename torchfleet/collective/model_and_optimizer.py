@@ -71,6 +71,8 @@ class ModelAndOptimizer(JobSettings):
         model = _own_model(model)
         self.strategies = build(self.settings, self.world)
         self._refuse_local_parameters(model)
+        for strategy in self.strategies:
+            strategy.look_at(model)
         self._offer(dry_batch)
         self.device_rows = None if self._beside_rows else on_devices(model, sparse, self.world)
         model = self._convert(model)

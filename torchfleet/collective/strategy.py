@@ -94,6 +94,9 @@ class Strategy:
 
     # The model, once, in fleet.distributed_model
 
+    def look_at(self, model: torch.nn.Module) -> None:
+        """Called first, with the user's model as it is, the whole of it on every rank: to find what settings name."""
+
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Change the layers of the model, in place where possible.
 

@@ -297,7 +297,7 @@ def backwards() -> nn.Module:
     ("model", "said", "text"),
     [
         (Net, ["second"], "pipeline_configs['stages'] device_guard"),
-        (Chain, ["tail"], "'tail' body body.0"),
+        (Chain, ["tail"], "'tail' 'head'"),
         (Chain, ["head", "body.1"], "head body.1"),
         (Chain, ["body.1", "head"], "3 body.1 head 2"),
         (Block, [], "Block torch.nn.Sequential"),

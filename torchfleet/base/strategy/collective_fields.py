@@ -11,7 +11,7 @@ from typing import Any
 from torchfleet.base.errors import StrategyError
 from torchfleet.base.strategy.configs import Configs, ConfigsField, aliases_of
 from torchfleet.base.strategy.execution import BuildStrategy, ExecutionStrategy, ObjectField
-from torchfleet.base.strategy.fields import DictKey, Field, Fields, Key, ListKey, Switch, fields_of
+from torchfleet.base.strategy.fields import DictKey, Field, Fields, Key, ListKey, NamesKey, Switch, fields_of
 
 _COMPILING = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_relu_depthwise_conv")
 _WHOLE = "in hybrid mode every worker holds the whole network, so that the servers can keep it"
@@ -29,7 +29,7 @@ class AmpConfigs(Configs, field="amp_configs"):
     use_pure_fp16 = Key(False)
     use_pure_bf16 = Key(False)
     dtype = Key("float16", choices=("float16", "bfloat16", "float8"))  # float8: linear layers; others bfloat16
-    float8_exclude = ListKey(str)  # names of linear layers that stay in bfloat16
+    float8_exclude = NamesKey()  # names of linear layers that stay in bfloat16
 
     def _check_together(self) -> None:
         if self.float8_exclude and self.dtype != "float8":
@@ -39,7 +39,7 @@ class AmpConfigs(Configs, field="amp_configs"):
 
 
 class RecomputeConfigs(Configs, field="recompute_configs"):
-    checkpoints = ListKey(str)
+    checkpoints = NamesKey()
     enable_offload = Key(False)
     half_inputs = Key(False)
     slices = Key(1, at_least=1)
@@ -55,12 +55,12 @@ class LarsConfigs(Configs, field="lars_configs"):
     lars_coeff = Key(0.001, at_least=0.0)
     lars_weight_decay = Key(0.0005, at_least=0.0)
     epsilon = Key(0.0, at_least=0.0)
-    exclude_from_weight_decay = ListKey(str)
+    exclude_from_weight_decay = NamesKey()
 
 
 class LambConfigs(Configs, field="lamb_configs"):
     lamb_weight_decay = Key(0.01, at_least=0.0)
-    exclude_from_weight_decay = ListKey(str)
+    exclude_from_weight_decay = NamesKey()
 
 
 class DgcConfigs(Configs, field="dgc_configs"):
@@ -99,7 +99,7 @@ class PipelineConfigs(Configs, field="pipeline_configs", aliases={"micro_batch":
         "1F1B", choices=("1F1B", "F-then-B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
     )
     vpp_degree = Key(1, at_least=1)  # stages on each rank
-    stages = ListKey(str)  # the names of the modules at which the second, third, ... stage begins
+    stages = NamesKey()  # the names of the modules at which the second, third, ... stage begins
     cut = Key("even", choices=("even", "measured"))  # without stages: by parameters, or by a dry step
     memory_MB = Key(0.0, at_least=0.0)  # memory that a rank may use, for a measured cut; 0: by its GPU
 

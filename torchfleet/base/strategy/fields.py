@@ -108,6 +108,20 @@ class ListKey(Key[list[Element]]):
         return list(value)
 
 
+class NamesKey(ListKey[str]):
+    """A list of names or patterns. A class (of modules) stands for its name, as `class_name` gives it."""
+
+    def __init__(self) -> None:
+        super().__init__(str)
+
+    def _of_type(self, where: str, value: Any) -> Any:
+        names = [class_name(entry) if isinstance(entry, type) else entry for entry in super()._of_type(where, value)]
+        wrong = [entry for entry in names if not isinstance(entry, str) or not entry]
+        if wrong:
+            raise StrategyError(f"{where} expects names or classes of modules, found {wrong[0]!r} among {names!r}")
+        return names
+
+
 class DictKey(Key[dict[str, Any]]):
     """A key whose value is a dictionary with text as keys. The strategy that uses it checks its values."""
 
@@ -188,6 +202,12 @@ class Fields:
 def fields_of(owner: type[Fields]) -> Mapping[str, Key[Any]]:
     """The keys or fields that a class declares, by name, in declaration order."""
     return owner._FIELDS
+
+
+def class_name(kind: type) -> str:
+    """A class as a setting names it: `torch.nn.BatchNorm2d`, as one imports it, and with its module otherwise."""
+    module = "torch.nn" if kind.__module__.startswith("torch.nn.modules.") else kind.__module__
+    return f"{module}.{kind.__qualname__}"
 
 
 def unknown(where: str, name: object, known: Iterable[str], instead: Mapping[str, str]) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from torchfleet.base.device_guard import stage_of
 from torchfleet.base.errors import StrategyError
+from torchfleet.collective.module_names import matching
 from torchfleet.collective.pipeline.stage_cuts import best_cut
 
 
@@ -64,13 +65,9 @@ def starts(model: torch.nn.Module, given: Sequence[str], num_stages: int) -> lis
 
 
 def _checked_names(model: torch.nn.Module, given: Sequence[str]) -> list[str]:
-    known = [name for name, _ in model.named_modules() if name]
-    for name in given:
-        if name not in known:
-            raise StrategyError(
-                f"pipeline_configs['stages']: the model has no module {name!r}; it has {', '.join(known[:20])}"
-                + (" and more" if len(known) > 20 else "")
-            )
+    modules = {name: module for name, module in model.named_modules() if name}
+    known = list(modules)
+    given = [name for entry in given for name in matching(entry, modules, "pipeline_configs['stages']")]
     if sorted(given, key=known.index) != list(given) or len(set(given)) != len(given):
         raise StrategyError(
             f"pipeline_configs['stages']={list(given)}: give the modules once each, in the order the model has them"

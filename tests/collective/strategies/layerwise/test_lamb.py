@@ -17,9 +17,10 @@ CONFIGS = {"lamb_weight_decay": 0.1, "exclude_from_weight_decay": ["bias", "2."]
 OPTIONS: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6}
 
 
-def lamb_of(model: torch.nn.Module, inner: Any = None) -> torch.optim.Optimizer:
+def lamb_of(model: torch.nn.Module, inner: Any = None, **configs: Any) -> torch.optim.Optimizer:
     inner = inner or torch.optim.Adam(model.parameters(), **OPTIONS)
-    strategy = Lamb(*alone(lamb=True, lamb_configs=CONFIGS))
+    strategy = Lamb(*alone(lamb=True, lamb_configs={**CONFIGS, **configs}))
+    strategy.look_at(model)
     return strategy.optimizer(inner, {parameter: name for name, parameter in model.named_parameters()})
 
 
@@ -48,7 +49,7 @@ def test_steps_follow_the_formula() -> None:
 
 def test_a_parameter_of_zeros_moves_by_the_plain_rate() -> None:
     model = torch.nn.ParameterDict({"zero": torch.zeros(3)})
-    optimizer = lamb_of(model)
+    optimizer = lamb_of(model, exclude_from_weight_decay=[])
     model["zero"].grad = torch.ones(3)
     optimizer.step()
     torch.testing.assert_close(model["zero"].detach(), torch.full((3,), -0.05))
@@ -56,7 +57,7 @@ def test_a_parameter_of_zeros_moves_by_the_plain_rate() -> None:
 
 def test_parameters_without_a_gradient_keep_their_own_count() -> None:
     model = torch.nn.ParameterDict({"often": torch.ones(2), "late": torch.ones(2)})
-    optimizer = lamb_of(model)
+    optimizer = lamb_of(model, exclude_from_weight_decay=[])
     model["often"].grad = torch.ones(2)
     optimizer.step()
     assert torch.equal(model["late"].detach(), torch.ones(2))

@@ -25,6 +25,7 @@ LR, MOMENTUM = 0.5, 0.9
 def lars_of(model: torch.nn.Module, inner: Any = None, **configs: Any) -> torch.optim.Optimizer:
     inner = inner or torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     strategy = Lars(*alone(lars=True, lars_configs={**CONFIGS, **configs}))
+    strategy.look_at(model)
     return strategy.optimizer(inner, {parameter: name for name, parameter in model.named_parameters()})
 
 
@@ -63,7 +64,7 @@ def test_excluded_parameters_have_plain_momentum() -> None:
 
 def test_a_parameter_or_gradient_of_zeros_moves_by_the_plain_rate() -> None:
     model = torch.nn.ParameterDict({"zero": torch.zeros(3), "still": torch.ones(3)})
-    optimizer = lars_of(model)
+    optimizer = lars_of(model, exclude_from_weight_decay=[])
     model["zero"].grad, model["still"].grad = torch.ones(3), torch.zeros(3)
     optimizer.step()
     torch.testing.assert_close(model["zero"].detach(), torch.full((3,), -LR))

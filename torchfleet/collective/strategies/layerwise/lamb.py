@@ -24,11 +24,10 @@ from typing import Any
 import torch
 
 from torchfleet.collective.strategies.layerwise.layerwise import (
+    LayerwiseStrategy,
     ReplacingOptimizer,
     check_inner,
-    excluded,
 )
-from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.local_tensors import shard
 from torchfleet.collective.tensors.whole_norms import local_gradients, shard_norms, summed_over_ranks
 
@@ -42,13 +41,13 @@ _PLAIN = {
 }
 
 
-class Lamb(Strategy):
+class Lamb(LayerwiseStrategy):
     field = "lamb"
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
         check_inner(self.field, inner, torch.optim.Adam, _PLAIN)
         configs = self.settings.lamb_configs
-        return LambAdam(inner, configs.lamb_weight_decay, excluded(names, configs.exclude_from_weight_decay))
+        return LambAdam(inner, configs.lamb_weight_decay, self.excluded(names))
 
 
 class LambAdam(ReplacingOptimizer):

@@ -24,19 +24,18 @@ import torch
 from torchfleet.base.errors import StrategyError
 from torchfleet.base.strategy.collective_fields import LarsConfigs
 from torchfleet.collective.strategies.layerwise.layerwise import (
+    LayerwiseStrategy,
     ReplacingOptimizer,
     check_inner,
     check_momentum,
-    excluded,
 )
-from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.local_tensors import shard
 from torchfleet.collective.tensors.whole_norms import local_gradients, shard_norms, summed_over_ranks
 
 _PLAIN = {"nesterov": False, "dampening": 0, "weight_decay": 0, "maximize": False, "differentiable": False}
 
 
-class Lars(Strategy):
+class Lars(LayerwiseStrategy):
     field = "lars"
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
@@ -48,7 +47,7 @@ class Lars(Strategy):
                 "LARS. Make a new torch.optim.SGD."
             )
         configs = self.settings.lars_configs
-        return LarsMomentum(inner, configs, excluded(names, configs.exclude_from_weight_decay))
+        return LarsMomentum(inner, configs, self.excluded(names))
 
 
 class LarsMomentum(ReplacingOptimizer):

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 from torchfleet.base.errors import StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.closures import run_closure
+from torchfleet.collective.module_names import parameters_named
 from torchfleet.collective.strategies.layerwise.multi_tensor import MultiTensor, are_for_kernels
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.whole_norms import are_cut
+from torchfleet.collective.world import World
 
 _AT_ONCE = 1 << 26  # elements of whole tensors per part: a step needs two float32 of extra memory for each
 
@@ -39,11 +43,20 @@ def check_momentum(field: str, inner: torch.optim.Optimizer) -> None:
         raise StrategyError(f"{field}=True needs torch.optim.SGD with momentum, found momentum=0: set it, 0.9 say")
 
 
-def excluded(names: Mapping[torch.Tensor, str], fragments: Sequence[Any]) -> set[int]:
-    """The ids of parameters whose names contain one of `exclude_from_weight_decay`."""
-    if not all(isinstance(fragment, str) and fragment for fragment in fragments):
-        raise StrategyError(f"exclude_from_weight_decay expects parts of names of parameters, found {fragments!r}")
-    return {id(parameter) for parameter, name in names.items() if any(fragment in name for fragment in fragments)}
+class LayerwiseStrategy(Strategy):
+    """A strategy whose `exclude_from_weight_decay` names parameters of the user's model."""
+
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
+        self._excluded: set[str] = set()
+
+    def look_at(self, model: torch.nn.Module) -> None:
+        entries = self.configs["exclude_from_weight_decay"]
+        self._excluded = parameters_named(entries, model, f"{self.field}_configs['exclude_from_weight_decay']")
+
+    def excluded(self, names: Mapping[torch.Tensor, str]) -> set[int]:
+        """The ids of this rank's parameters that are excluded."""
+        return {id(parameter) for parameter, name in names.items() if name in self._excluded}
 
 
 class ReplacingOptimizer(torch.optim.Optimizer):

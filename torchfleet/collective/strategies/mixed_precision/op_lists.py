@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from torchfleet.base.errors import ModelError, StrategyError
+from torchfleet.base.near_names import near_names
 
 # Paddle's names that differ from torch's.
 PADDLE = {"matmul_v2": "matmul", "elementwise_add": "add", "elementwise_mul": "mul",
@@ -40,6 +41,7 @@ _WHOLE = {
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell"), _RECURRENT),
 }
 
+_PLACES = (torch.nn.functional, torch, torch.Tensor)
 _KINDS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -168,9 +170,10 @@ def _checked(option: str, names: Sequence[str]) -> Iterator[str]:
         if not isinstance(name, str):
             raise StrategyError(f"amp_configs['{option}'] expects names of functions, found {name!r}")
         own = PADDLE.get(name, name)
-        if not any(callable(getattr(place, own, None)) for place in (torch.nn.functional, torch, torch.Tensor)):
+        if not any(callable(getattr(place, own, None)) for place in _PLACES):
+            known = sorted({found for place in _PLACES for found in dir(place) if not found.startswith("_")})
             raise StrategyError(
                 f"amp_configs['{option}']: no function '{name}' in torch, torch.nn.functional or torch.Tensor; "
-                "names are like 'softmax', 'linear', 'conv2d', 'matmul'"
+                f"near names: {near_names(name, known)}"
             )
         yield own

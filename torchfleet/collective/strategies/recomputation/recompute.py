@@ -48,12 +48,10 @@ class Recompute(Strategy):
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
         self._patterns: list[str] = self.settings.recompute_configs.checkpoints
-        wrong = [pattern for pattern in self._patterns if not isinstance(pattern, str) or not pattern]
-        if wrong or not self._patterns:
+        if not self._patterns:
             raise StrategyError(
-                f"recompute=True needs recompute_configs['checkpoints'], the names of the modules to run again in "
-                f"backward, found {list(self._patterns)!r}. Give names of model.named_modules(), or patterns, for "
-                "example ['encoder.layer.*']."
+                "recompute=True needs recompute_configs['checkpoints'], the modules to run again in backward, found "
+                "[]. Give names of model.named_modules(), or patterns, for example ['encoder.layer.*'], or classes."
             )
         configs = settings.recompute_configs
         if settings.pipeline and (configs.half_inputs or configs.slices > 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torchfleet.base.errors import CheckpointError, FleetError
+from torchfleet.base.near_names import near_names
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import check_written
 from torchfleet.ps.checkpoint.manifest import FILE, Manifest, Parameter, read_manifest
@@ -60,8 +61,8 @@ class ChosenModel:
         unknown = sorted(set(names or ()) - self._saved - parameters)
         if unknown:
             raise CheckpointError(
-                f"{storage.path} has no {', '.join(unknown)}; it has the tables {', '.join(sorted(self._saved))} and "
-                f"the parameters {', '.join(sorted(parameters))}"
+                f"var_names: {storage.path} has no {', '.join(map(repr, unknown))}. Near names: "
+                f"{near_names(unknown[0], [*sorted(self._saved), *sorted(parameters)])}; `fleet inspect` lists all."
             )
 
     def load_rows(self, table: RowTable) -> None:
