@@ -150,7 +150,10 @@ class CollectiveOptimizer(AdoptedOptimizer):
             torch._foreach_zero_([local(gradient) for gradient in gradients])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ModelError("add_param_group: the strategies are in place; add it before fleet.distributed_optimizer")
+        raise ModelError(
+            "add_param_group: the strategies are in place. Give the optimizer these parameters before "
+            "fleet.distributed_optimizer, in a group of their own, with lr=0 until they are to be trained."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()

@@ -40,9 +40,13 @@ def optimizer_of(rule: str, model: torch.nn.ParameterDict) -> torch.optim.Optimi
     names = {parameter: name for name, parameter in model.items()}
     if rule == "lars":
         inner: Any = torch.optim.SGD(model.values(), lr=0.5, momentum=0.9)
-        return lars.Lars(*alone(lars=True, lars_configs=LARS)).optimizer(inner, names)
+        strategy: Any = lars.Lars(*alone(lars=True, lars_configs=LARS))
+        strategy.look_at(model)
+        return strategy.optimizer(inner, names)
     inner = torch.optim.Adam(model.values(), lr=0.05, betas=BETAS, eps=EPS)
-    return lamb.Lamb(*alone(lamb=True, lamb_configs=LAMB)).optimizer(inner, names)
+    strategy = lamb.Lamb(*alone(lamb=True, lamb_configs=LAMB))
+    strategy.look_at(model)
+    return strategy.optimizer(inner, names)
 
 
 def formulas(rule: str, num_steps: int) -> dict[str, torch.Tensor]:

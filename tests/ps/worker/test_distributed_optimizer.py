@@ -14,7 +14,7 @@ from support.cases import each_of
 from support.jobs import Net, Part, assert_equal_values, one_worker, worker_batches
 from support.messages import naming
 
-from torchfleet.base.errors import FleetError
+from torchfleet.base.errors import FleetError, ModelError
 from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
 
 TOLERANCE = 1e-6  # see modes/test_communicator.py
@@ -216,6 +216,28 @@ def test_a_group_added_later_trains_or_is_refused() -> None:
         return torch.optim.SGD(chosen, lr=0.1)
 
     against_torch(make, loop)
+
+
+def test_a_backbone_that_is_frozen_first_trains_as_in_torch() -> None:
+    """What the error of add_param_group advises."""
+
+    def loop(model: torch.nn.Module, optimizer: Any) -> None:
+        batches = worker_batches(0, 6)
+        model.out.weight.requires_grad_(False)
+        steps(model, optimizer, batches[:3])
+        model.out.weight.requires_grad_(True)
+        steps(model, optimizer, batches[3:])
+
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        others = [p for p in model.parameters() if p is not model.out.weight]
+        return torch.optim.SGD([{"params": others}, {"params": [model.out.weight], "lr": 0.5}], lr=0.1)
+
+    against_torch(make, loop)
+    with (
+        one_worker(Net()) as part,
+        pytest.raises(ModelError, match=naming("add_param_group", "requires_grad_(False)")),
+    ):
+        part.optimizer.add_param_group({"params": []})
 
 
 def test_a_rate_loaded_with_load_state_dict_acts_or_is_refused() -> None:

@@ -165,7 +165,11 @@ class DistributedOptimizer(AdoptedOptimizer):
         return Gradients(sparse, versions, blocks, rates, share=self._share, cached=cached)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ModelError("add_param_group: the tables are made; add it before fleet.distributed_optimizer")
+        raise ModelError(
+            "add_param_group: the tables of the job are made, each with the rule of its param group. Give the "
+            "optimizer these parameters before fleet.distributed_optimizer, in a group of their own, and freeze them "
+            "after it (requires_grad_(False)) until they are to be trained."
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the options of the param groups; the optimizer's state is on the servers."""

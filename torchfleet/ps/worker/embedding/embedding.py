@@ -31,6 +31,7 @@ from torchfleet.ps.worker.lookup import device_forward
 from torchfleet.ps.worker.lookup.device_forward import Prepared
 from torchfleet.ps.worker.lookup.device_lookups import DeviceLookups, RowsOnDevice
 from torchfleet.ps.worker.lookup.thread_state import ThreadState
+from torchfleet.ps.worker.lookup.transformed import not_plain, transforming
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState, read_by
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
 
@@ -203,12 +204,23 @@ class SparseEmbedding(EmbeddingState):
             return self._on_device(engine.rows[self.name], ids, offsets, per_sample_weights)
         if not isinstance(ids, torch.Tensor):
             ids = hashed_ids(self.name, self.num_embeddings, ids)
-        with torch._C.DisableTorchFunctionSubclass():  # the weight's device is read several times
-            if offsets is None and per_sample_weights is None and isinstance(ids, torch.Tensor):
-                create = self.training and torch.is_grad_enabled()
-                out: torch.Tensor = engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
-                return _scaled_by_freq(out, ids) if self.scale_grad_by_freq else out
-            return self._looked_up(engine, self.name, ids, offsets, per_sample_weights)
+        if torch._C._get_tracing_state() is not None:
+            raise ModelError(not_plain(self.path, "torch.jit.trace"))
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # the weight's device is read several times
+                if offsets is None and per_sample_weights is None and isinstance(ids, torch.Tensor):
+                    create = self.training and torch.is_grad_enabled()
+                    out: torch.Tensor = engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
+                    return _scaled_by_freq(out, ids) if self.scale_grad_by_freq else out
+                return self._looked_up(engine, self.name, ids, offsets, per_sample_weights)
+        except (RuntimeError, WrongIds) as error:
+            if what := transforming(ids):
+                raise ModelError(not_plain(self.path, what)) from error
+            raise
+
+    def __prepare_scriptable__(self) -> Any:
+        """Called by torch.jit.script."""
+        raise ModelError(not_plain(self.path, "torch.jit.script"))
 
     def _looked_up(
         self,

@@ -110,6 +110,12 @@ def check_convertible(module: TorchEmbedding, path: str) -> None:
             f"'{path}' ({type(module).__name__}): {reason}. Rename it, or put an embedding of torch's into a module "
             "that has it."
         )
+    if module.weight.is_meta:
+        raise ModelError(
+            f"'{path}.weight' is on the meta device: it has no numbers that servers could begin with. Give the model "
+            "memory and values first (model.to_empty(device='cpu'), then its initialization), or make it without "
+            "device='meta'."
+        )
     if module.weight.dtype != torch.float32:
         raise ModelError(f"'{path}' is {module.weight.dtype}: servers hold float32. Use model.float().")
     padding = module.padding_idx if isinstance(module, torch.nn.Embedding) else None  # bags leave it out

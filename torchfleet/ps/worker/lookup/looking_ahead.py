@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from torchfleet.base.errors import ModelError
 from torchfleet.ps.tables.rows.keyrange import check_range
 from torchfleet.ps.tables.settings.policy import AdmissionEntry
 from torchfleet.ps.worker.batch.batch_tensors import num_samples, tensors_of
@@ -32,6 +33,7 @@ from torchfleet.ps.worker.lookup.current_batch import Batch
 from torchfleet.ps.worker.lookup.grouped_rows import GroupedRows, groups_of
 from torchfleet.ps.worker.lookup.sources import Embedding, Source
 from torchfleet.ps.worker.lookup.thread_state import ThreadState
+from torchfleet.ps.worker.lookup.transformed import not_plain, transforming
 
 Item = TypeVar("Item")
 _BATCHES_AHEAD = 4  # of a worker with a cache: rows come while several batches are trained
@@ -141,6 +143,8 @@ class LookingAhead:
 
     def enter(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Begin a call of the model with these inputs: a new batch, unless it was prefetched."""
+        if what := transforming():
+            raise ModelError(not_plain("", what))
         if self.on_first_call is not None:
             note, self.on_first_call = self.on_first_call, None
             note(args, kwargs)

@@ -82,10 +82,7 @@ class Plan:
             asked = (rule_of if group.spec.is_dense else row_rule_of)(own or optimizer, found)
             now = msgspec.structs.replace(asked, lr=kept.lr, low=kept.low, high=kept.high)
             if now != kept:
-                raise ModelError(
-                    f"an option of table '{group.spec.name}' was changed from {kept} to {now}: servers "
-                    "follow changes of lr only. (OneCycleLR and CyclicLR: cycle_momentum=False.)"
-                )
+                raise ModelError(_changed(group.spec.name, kept, now))
             self._checked[group.spec.name] = options
         if all(group.spec.name in self._checked for group in groups):  # not while parameters are swapped
             seen = {id(group.group): group.group for group in groups}
@@ -123,6 +120,17 @@ class Plan:
                 )
             )
         return lines
+
+
+def _changed(table: str, kept: Rule, now: Rule) -> str:
+    names = [name for name in kept.__struct_fields__ if getattr(kept, name) != getattr(now, name)]
+    changes = ", ".join(f"{name} from {getattr(kept, name)} to {getattr(now, name)}" for name in names)
+    is_cycled = not {"momentum", "beta1"}.isdisjoint(names)
+    cure = "cycle_momentum=False is needed in OneCycleLR and CyclicLR" if is_cycled else "Change lr alone"
+    return (
+        f"{cure}: an option of table '{table}' was changed, {changes}, and servers follow changes of lr only. For "
+        "another value of it, begin the job with it."
+    )
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -304,6 +312,12 @@ def _policy_text(spec: TableSpec) -> str:
 
 def _check_float32(parameters: list[torch.nn.Parameter], names: dict[int, str]) -> None:
     for parameter in parameters:
+        if parameter.is_meta:
+            raise ModelError(
+                f"parameter '{names[id(parameter)]}' is on the meta device, and has no numbers that servers could "
+                "begin with. Give the model memory and values first: model.to_empty(device='cpu'), then its "
+                "initialization."
+            )
         if parameter.dtype != torch.float32:
             raise ModelError(
                 f"parameter '{names[id(parameter)]}' is {parameter.dtype}: servers hold float32. Use model.float()."

@@ -20,7 +20,17 @@ _HARMLESS = frozenset(
     (
         *("__dir__", "__format__", "__len__", "__repr__", "__setstate__", "_has_compatible_shallow_copy_type"),
         *("_is_view", "_typed_storage", "data_ptr", "detach", "dim", "element_size", "get_device", "is_complex"),
-        *("is_contiguous", "is_floating_point", "is_inference", "is_pinned", "is_same_size", "is_set_to", "is_shared"),
+        *(
+            "is_conj",
+            "is_contiguous",
+            "is_floating_point",
+            "is_inference",
+            "is_neg",
+            "is_pinned",
+            "is_same_size",
+            "is_set_to",
+            "is_shared",
+        ),
         *("is_signed", "ndimension", "nelement", "numel", "retain_grad", "share_memory_", "size"),
         *("storage_offset", "stride", "type", "untyped_storage"),
         *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
