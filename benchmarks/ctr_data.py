@@ -27,7 +27,9 @@ def write_multislot(folder: Path, raw: list[str]) -> list[str]:
     paths = [folder / f"slots-{i}" for i in range(len(raw))]
     for source, path in zip(raw, paths, strict=True):
         with open(source, "rb") as lines, path.open("wb") as out:
-            subprocess.run([sys.executable, str(READER)], stdin=lines, stdout=out, check=True, timeout=600)
+            subprocess.run(
+                [sys.executable, str(READER), "--no-log_scale"], stdin=lines, stdout=out, check=True, timeout=600
+            )
     return [str(path) for path in paths]
 
 

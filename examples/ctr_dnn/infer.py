@@ -16,20 +16,22 @@ import torchfleet as fleet
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from model import CTRDNN, slots
+from model import CTRDNN, log_scale_of, slots
+from prepare import parts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the folder that train.py --save wrote to")
-    parser.add_argument("--data", default="ctr_data", help="the folder that prepare.py made")
+    parser.add_argument("--data", help="the folder that prepare.py made (default: ctr_data, generated if need be)")
     parser.add_argument("--distributed", action="store_true", help="leave the tables on the servers")
     parser.add_argument("--show", type=int, default=5, help="predictions to print")
-    parser.add_argument("--log_scale", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--log_scale", action=argparse.BooleanOptionalAction, help="numbers as log(1 + x) (default: as the save says)"
+    )
     options = parser.parse_args()
-    files = sorted(str(path) for path in (Path(options.data) / "test").glob("part-*"))
-    if not files:
-        raise SystemExit(f"no part-* files in {options.data}/test: run `python {HERE / 'prepare.py'}` first")
+    files = parts(options.data, "test")
+    options.log_scale = log_scale_of(options.model, options.log_scale)
     if options.distributed:
         fleet.init()
         infer = fleet.DistributedInfer(CTRDNN())

@@ -45,5 +45,30 @@ def slots(ragged: bool = False) -> list[Any]:
     return [fleet.Slot("dense_input", dtype="float32", dim=NUM_DENSE), *ids, fleet.Slot("label", dim=1)]
 
 
+def log_scale_of(dirname: str, given: bool | None) -> bool:
+    """Whether the saved model was trained on numbers as log(1 + x): train.py writes it into its saves.
+
+    `given`: what the command line says, if anything. Ends the script if both disagree, or if neither says it.
+    """
+    extra = fleet.saved_extra(dirname)
+    if extra is None:
+        raise SystemExit(f"there is no saved model in {dirname}")
+    saved = extra.get("log_scale", given)
+    if saved is None:
+        raise SystemExit(
+            f"the save in {dirname} does not say how numbers were scaled: give --log_scale or --no-log_scale"
+        )
+    if given is not None and given != saved:
+        raise SystemExit(
+            f"the model in {dirname} was trained with {_flag(saved)}, and the command line says {_flag(given)}: leave "
+            "it out"
+        )
+    return bool(saved)
+
+
+def _flag(log_scale: bool) -> str:
+    return "--log_scale" if log_scale else "--no-log_scale"
+
+
 def loss_of(logits: torch.Tensor, batch: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits, batch["label"].view(-1))

@@ -7,6 +7,8 @@ python examples/ctr_dnn/prepare.py --data kaggle.txt.xz             real rows: t
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,11 +30,14 @@ def main() -> None:
     num = options.rows if not options.data else sum(1 for _ in real(options.data))
     if num < 10 * options.parts:
         raise SystemExit(f"{num} rows are too few for {options.parts} training parts and as many test rows")
+    written = write(lines, num, out, options.parts)
+    print(f"{written['train']:,} rows in {out}/train, {written['test']:,} in {out}/test")
+
+
+def write(lines: Iterable[bytes], num: int, out: Path, num_parts: int) -> dict[str, int]:
+    """Write `num` lines, the last tenth of them as test rows; returns the numbers of rows."""
     cut = num * 9 // 10
-    files = {
-        "train": opened(out / "train", options.parts),
-        "test": opened(out / "test", max(1, options.parts // 5)),
-    }
+    files = {"train": opened(out / "train", num_parts), "test": opened(out / "test", max(1, num_parts // 5))}
     written = {"train": 0, "test": 0}
     for number, line in enumerate(lines):
         name = "train" if number < cut else "test"
@@ -42,7 +47,26 @@ def main() -> None:
             print(f"{number + 1:,} of {num:,} rows", file=sys.stderr, flush=True)
     for file in (*files["train"], *files["test"]):
         file.close()
-    print(f"{written['train']:,} rows in {out}/train, {written['test']:,} in {out}/test")
+    return written
+
+
+def parts(data: str | None, name: str) -> list[str]:
+    """The files of `name`, train or test, in the folder `data`; in ctr_data if that is None, which is made with 20,000
+    generated rows if it is not there. Ends the script if there are no files.
+    """
+    folder = Path(data or "ctr_data")
+    if data is None and not folder.exists():
+        made = Path(f"ctr_data.{os.getpid()}")
+        write(generated(20_000, seed=0), 20_000, made, num_parts=10)
+        try:
+            made.rename(folder)
+            print(f"no --data: 20,000 generated rows are in {folder}", flush=True)
+        except OSError:  # another worker was first
+            shutil.rmtree(made)
+    found = sorted(str(path) for path in (folder / name).glob("part-*"))
+    if not found:
+        raise SystemExit(f"no part-* files in {folder}/{name}: run `python {Path(__file__).resolve()}` first")
+    return found
 
 
 def real(path: str) -> Iterator[bytes]:

@@ -1,7 +1,13 @@
-"""From raw Criteo rows to the multi-slot format: `cat ctr_data/train/part-0 | python reader.py` shows it."""
+"""From raw Criteo rows to the multi-slot format. What `train.py --reader pipe` reads:
+
+cat ctr_data/train/part-0 | python reader.py                        numbers as log(1 + x), the default of training
+cat ctr_data/train/part-0 | python reader.py --no-log_scale         numbers that are scaled only
+"""
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +19,11 @@ HASH_SIZE = 1_000_001
 
 
 class CriteoReader(fleet.MultiSlotDataGenerator):
-    """One line, one sample: 13 scaled numbers, 26 hashed categories, the label."""
+    """One line, one sample: 13 scaled numbers, as log(1 + x) with `log_scale`, 26 hashed categories, the label."""
+
+    def __init__(self, log_scale: bool = True) -> None:
+        super().__init__()
+        self.log_scale = log_scale
 
     def generate_sample(self, line: str | None) -> Callable[[], Iterator[Any]]:
         def reader() -> Iterator[Any]:
@@ -24,6 +34,8 @@ class CriteoReader(fleet.MultiSlotDataGenerator):
             numbers = [
                 (int(x) - low) / span if x else 0.0 for x, low, span in zip(fields[1:14], LOW, RANGE, strict=True)
             ]
+            if self.log_scale:
+                numbers = [math.log1p(max(x, 0.0)) for x in numbers]
             ids = [(f"C{i}", [fleet.hash_string(x, i) % HASH_SIZE]) for i, x in enumerate(fields[14:], 1)]
             yield [("dense_input", numbers), *ids, ("label", [int(fields[0])])]
 
@@ -31,4 +43,8 @@ class CriteoReader(fleet.MultiSlotDataGenerator):
 
 
 if __name__ == "__main__":
-    CriteoReader().run_from_stdin()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--log_scale", action=argparse.BooleanOptionalAction, default=True, help="numbers as log(1 + x)"
+    )
+    CriteoReader(parser.parse_args().log_scale).run_from_stdin()

@@ -22,13 +22,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from model import NUM_DENSE, SLOTS, slots
 
 ROWS = 10_000  # of a row group
+_SCALE = b"log_scale"  # in the metadata of a file
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--data", default="ctr_data", help="the folder that prepare.py made")
     parser.add_argument("--out", default="ctr_parquet", help="a folder for the files")
-    parser.add_argument("--log_scale", action="store_true", help="numbers as log(1 + x)")
+    parser.add_argument(
+        "--log_scale", action=argparse.BooleanOptionalAction, default=True, help="numbers as log(1 + x) (default: yes)"
+    )
     options = parser.parse_args()
     files = sorted(Path(options.data).glob("*/part-*"))
     if not files:
@@ -43,9 +46,16 @@ def main() -> None:
 def write_file(source: str, target: Path, log_scale: bool) -> None:
     pieces = tables(source, log_scale)
     first = next(pieces)
-    with pq.ParquetWriter(target, first.schema) as writer:
+    schema = first.schema.with_metadata({_SCALE: b"1" if log_scale else b"0"})
+    with pq.ParquetWriter(target, schema) as writer:
         for table in (first, *pieces):
-            writer.write_table(table)
+            writer.write_table(table.cast(schema))
+
+
+def log_scale_in(file: str) -> bool | None:
+    """Whether numbers in the file are log(1 + x); None: it does not say."""
+    found = (pq.read_schema(file).metadata or {}).get(_SCALE)
+    return None if found is None else bool(found == b"1")
 
 
 def tables(file: str, log_scale: bool) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""CTR-DNN on Criteo rows: train, watch, save, resume. Run prepare.py first.
+"""CTR-DNN on Criteo rows: train, watch, save, resume. prepare.py makes data; without any, some is generated.
 
 python examples/ctr_dnn/train.py                                                  local, one thread
 python examples/ctr_dnn/train.py --threads 2                                      local, two training threads
@@ -29,7 +29,8 @@ from torchfleet.options import HelpFormatter
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from model import CTRDNN, loss_of, slots
+from model import CTRDNN, log_scale_of, loss_of, slots
+from prepare import parts
 from reader import CriteoReader
 
 
@@ -75,8 +76,9 @@ def train(model: torch.nn.Module, optimizer: Any, options: argparse.Namespace) -
             curve.append(f"{len(batch['label'])} {meter.compute()[1]:.5f}\n")
         return values
 
-    data.set_filelist(parts(options, "train") if in_step else fleet.util.get_file_shard(parts(options, "train")))
-    test.set_filelist(fleet.util.get_file_shard(parts(options, "test")))
+    files = parts(options.data, "train")
+    data.set_filelist(files if in_step else fleet.util.get_file_shard(files))
+    test.set_filelist(fleet.util.get_file_shard(parts(options.data, "test")))
     data.load_into_memory()
     for epoch in range(options.epochs):
         # All workers of a step must cut the same batches: one seed, one order. Otherwise each has its own samples.
@@ -93,7 +95,7 @@ def train(model: torch.nn.Module, optimizer: Any, options: argparse.Namespace) -
         if options.curve and fleet.is_first_worker():
             Path(options.curve).write_text("".join(curve))
         if options.save and fleet.is_first_worker():
-            fleet.save_persistables(options.save)
+            fleet.save_persistables(options.save, extra={"log_scale": options.log_scale})
             print(f"epoch {epoch}: saved to {options.save}")
 
 
@@ -104,8 +106,8 @@ def train_on_device(options: argparse.Namespace) -> None:
     optimizer = fleet.distributed_optimizer(optimizer_of(model, options))
     device = next(model.tower.parameters()).device
     data, test = dataset_of(options, "train"), dataset_of(options, "test")
-    data.set_filelist(parts(options, "train"))
-    test.set_filelist(parts(options, "test"))
+    data.set_filelist(parts(options.data, "train"))
+    test.set_filelist(parts(options.data, "test"))
     data.load_into_memory()
     for epoch in range(options.epochs):
         data.local_shuffle(options.seed + epoch)
@@ -139,23 +141,17 @@ def share(batch: Any) -> dict[str, torch.Tensor]:
 def dataset_of(options: argparse.Namespace, name: str) -> Any:
     kind = fleet.InMemoryDataset if name == "train" else fleet.QueueDataset
     dataset = kind()
+    scaled = "--log_scale" if options.log_scale else "--no-log_scale"
     readers = {
         "fast": {"data_format": fleet.CriteoFormat(log_scale=options.log_scale)},
-        "pipe": {"pipe_command": shlex.join([sys.executable, str(HERE / "reader.py")])},
-        "generator": {"pipe_command": CriteoReader()},
+        "pipe": {"pipe_command": shlex.join([sys.executable, str(HERE / "reader.py"), scaled])},
+        "generator": {"pipe_command": CriteoReader(options.log_scale)},
         "parquet": {"data_format": fleet.ParquetFormat()},
     }
     whole_batches = name == "train" and options.mode in ("local", "sync") and options.threads == 1
     size = options.batch_size if name == "train" else 4096
     dataset.init(size, options.reading_threads, slots(), drop_last=whole_batches, **readers[options.reader])
     return dataset
-
-
-def parts(options: argparse.Namespace, name: str) -> list[str]:
-    found = sorted(str(path) for path in (Path(options.data) / name).glob("part-*"))
-    if not found:
-        raise SystemExit(f"no part-* files in {options.data}/{name}: run `python {HERE / 'prepare.py'}` first")
-    return found
 
 
 def optimizer_of(model: torch.nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
@@ -187,7 +183,7 @@ def parse() -> argparse.Namespace:
         choices=["local", "sync", "async", "half_async", "geo", "hybrid"],
         help="when gradients travel; all but local need fleetrun with servers",
     )
-    parser.add_argument("--data", default="ctr_data", help="the folder that prepare.py made")
+    parser.add_argument("--data", help="the folder that prepare.py made (default: ctr_data, generated if need be)")
     parser.add_argument(
         "--reader",
         default="fast",
@@ -232,7 +228,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--log_scale",
         action=argparse.BooleanOptionalAction,
-        help="logarithms of the numbers; the fast reader's default, and only it can",
+        help="numbers as log(1 + x) (default: yes; as a save or files of Parquet say)",
     )
     parser.add_argument("--print_period", type=int, default=100, help="batches between two lines of progress")
     parser.add_argument("--curve", help="a file for worker 0's sliding AUC: a line per step, with its batch size")
@@ -241,18 +237,33 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of first values and of the order of samples")
     options = parser.parse_args()
     check(options, parser)
-    if options.log_scale is None:
-        options.log_scale = options.reader == "fast"
+    options.log_scale = log_scale_for(options)
     geo = options.mode == "geo"
     options.lr = options.lr if options.lr is not None else 0.05 if geo else 5e-4
     options.embedding_lr = options.embedding_lr if options.embedding_lr is not None else 5.0 if geo else 2e-4
     return options
 
 
+def log_scale_for(options: argparse.Namespace) -> bool:
+    """Whether numbers are read as log(1 + x). Ends the script if the command line, a save and files disagree."""
+    found = options.log_scale
+    if options.init_model:
+        found = log_scale_of(options.init_model, found)
+    if options.reader == "parquet":
+        from to_parquet import log_scale_in  # imports pyarrow, an extra
+
+        file = parts(options.data, "train")[0]
+        written = log_scale_in(file)
+        if written is None:
+            raise SystemExit(f"{file} does not say how numbers were scaled: write it by to_parquet.py")
+        if found is not None and found != written:
+            raise SystemExit(f"{file} has log_scale={written}, and the command line or the save says {found}")
+        found = written
+    return True if found is None else bool(found)
+
+
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse options that do not fit together."""
-    if options.log_scale and options.reader != "fast":
-        parser.error("--log_scale is done by the fast reader only")
     if options.send_queue_size is not None and options.mode != "async":
         parser.error("--send_queue_size is for --mode async")
     if options.max_staleness is not None and options.mode != "async":

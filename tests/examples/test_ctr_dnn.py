@@ -13,19 +13,21 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from support import jobs
 from support.cases import each_of
 from support.extras import needing
 from support.grids import first_of
-from support.messages import lines_naming
+from support.messages import lines_naming, naming
 from support.paths import ROOT
 from support.scripts.launching import SOON, Forked, clean_environment, forked_fleetrun
 
 import torchfleet as fleet
 from torchfleet.base.storage import Storage
-from torchfleet.ps.checkpoint.manifest import read_manifest
+from torchfleet.ps.checkpoint.manifest import read_manifest, write_manifest
 
 pytestmark = pytest.mark.xdist_group("example_ctr_dnn")  # its fixtures are made once
 
@@ -226,7 +228,7 @@ def fleet_steps(folder: Path) -> int:
 @pytest.mark.long
 def test_all_readers_give_the_same(few: Path) -> None:
     found = {
-        reader: test_aucs(run("train.py", "--data", few, *QUICK, "--no-log_scale", "--reader", reader))
+        reader: test_aucs(run("train.py", "--data", few, *QUICK, "--reader", reader))
         for reader in ("fast", "pipe", "generator")
     }
     assert len(found["fast"]) == 1
@@ -239,7 +241,7 @@ def test_all_readers_give_the_same(few: Path) -> None:
 def test_parquet_gives_the_same_to_the_last_digit(data: Path, trained: tuple[Path, float]) -> None:
     """The rows as the fast reader makes them, written and read as columns: the same training."""
     folder = data.parent / "parquet"
-    assert "5 files in" in run("to_parquet.py", "--data", data, "--out", folder, "--log_scale")
+    assert "5 files in" in run("to_parquet.py", "--data", data, "--out", folder)
     (auc,) = test_aucs(run("train.py", "--data", folder, *QUICK, "--reader", "parquet"))
     assert auc == trained[1]
     assert auc > 0.63
@@ -258,7 +260,7 @@ def test_the_pipe_reader_works_from_a_folder_with_a_space_in_its_name(tmp_path: 
 
 
 def test_the_reader_shows_the_format_when_a_part_is_piped_through_it(data: Path) -> None:
-    shell = f"cat '{data}/train/part-0' | '{sys.executable}' reader.py"
+    shell = f"cat '{data}/train/part-0' | '{sys.executable}' reader.py --no-log_scale"
     done = subprocess.run(
         shell, shell=True, cwd=EXAMPLE, capture_output=True, text=True, timeout=60, check=True, env=clean_environment()
     )
@@ -319,6 +321,68 @@ def test_a_fleet_predicts_what_train_printed(tmp_path: Path, data: Path, trained
     assert [predicted_auc(log) for log in logs] == [(pytest.approx(auc, abs=2e-6), NUM // 10)] * 2
     assert logs[0].count("predicted 0.") == 2
     assert logs[1].count("predicted 0.") == 0  # it has no file
+
+
+# Scaling
+
+
+def dense_of(out: str) -> list[list[float]]:
+    return [[float(number) for number in line.split()[1:14]] for line in out.splitlines()]
+
+
+@pytest.mark.parametrize("flag", ["--log_scale", "--no-log_scale", None])
+def test_the_reader_prints_the_numbers_that_the_fast_parser_reads(few: Path, flag: str | None) -> None:
+    lines = (few / "train" / "part-0").read_bytes().splitlines(keepends=True)[:200]
+    command = [sys.executable, "reader.py", *([] if flag is None else [flag])]
+    done = subprocess.run(
+        command,
+        input=b"".join(lines),
+        cwd=EXAMPLE,
+        capture_output=True,
+        timeout=60,
+        check=True,
+        env=clean_environment(),
+    )
+    raw = [[int(field or -1) for field in line.decode().split("\t")[1:14]] for line in lines]
+    empty = [[not field for field in line.decode().split("\t")[1:14]] for line in lines]
+    low, span = np.array([0, -3] + [0] * 11), np.array([20, 603, 100, 50, 64000, 500, 100, 50, 500, 10, 10, 10, 50])
+    expected = np.where(empty, 0.0, (np.array(raw) - low) / span)
+    if flag != "--no-log_scale":
+        expected = np.log1p(np.maximum(expected, 0))
+    np.testing.assert_allclose(dense_of(done.stdout.decode()), expected, rtol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", first_of(["generator", "pipe"]))
+def test_a_model_is_scored_on_numbers_scaled_as_in_its_training(tmp_path: Path, few: Path, reader: str) -> None:
+    """Whatever read them. The command line may not say otherwise."""
+    options = ("--data", few, *QUICK, "--reader", reader, "--no-log_scale", "--save", tmp_path / "model")
+    (auc,) = test_aucs(run("train.py", *options))
+    found = predicted_auc(run("infer.py", "--model", tmp_path / "model", "--data", few, "--show", 0))
+    assert found == (pytest.approx(auc, abs=2e-6), 100)
+    for script in ("infer.py", "train.py"):
+        flag = "--model" if script == "infer.py" else "--init_model"
+        with pytest.raises(SystemExit, match=naming("--no-log_scale", tmp_path / "model")):
+            run(script, flag, tmp_path / "model", "--data", few, "--log_scale")
+
+
+@pytest.mark.slow
+def test_a_save_that_does_not_say_how_numbers_were_scaled_needs_the_flag(tmp_path: Path, few: Path) -> None:
+    run("train.py", "--data", few, *QUICK, "--save", tmp_path / "model")
+    manifest = read_manifest(Storage(str(tmp_path / "model")))
+    write_manifest(Storage(str(tmp_path / "model")), msgspec.structs.replace(manifest, extra={}))
+    with pytest.raises(SystemExit, match=naming("--log_scale", "--no-log_scale")):
+        run("infer.py", "--model", tmp_path / "model", "--data", few)
+    assert predicted_auc(run("infer.py", "--model", tmp_path / "model", "--data", few, "--log_scale"))[1] == 100
+
+
+@pytest.mark.slow
+def test_without_data_the_example_trains_on_generated_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = run("train.py", *QUICK, "--save", "model")
+    assert test_aucs(text)[0] > 0.6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ctr_data", "model"]
+    assert predicted_auc(run("infer.py", "--model", "model"))[1] == 2000
 
 
 # infer.py
