@@ -17,9 +17,9 @@ from torchfleet.base.errors import DataError
 from torchfleet.base.extras import required
 from torchfleet.data.column_samples import Column, ColumnSamples, Lists
 from torchfleet.data.slots import DTYPES, Slot
-from torchfleet.ps.worker.batch.string_ids import are_strings, hash_strings, is_string_type
+from torchfleet.ps.worker.batch.string_ids import VIEWS, are_strings, hash_strings, is_string_type
 
-_INTEGERS = {np.dtype(np.int64): "integers", np.dtype(np.float32): "numbers"}
+_INTEGERS = {np.dtype(np.int64): "integers or strings", np.dtype(np.float32): "numbers"}
 
 
 def pyarrow() -> Any:
@@ -121,7 +121,7 @@ class _Column:
     """One column of a record batch, to be converted into a slot."""
 
     def __init__(self, array: Any, slot: Slot, name: str, where: str, first_row: int, fill_null: float | None) -> None:
-        self._array, self.slot, self._fill_null = _decoded(array), slot, fill_null
+        self._array, self.slot, self._fill_null = decoded(array), slot, fill_null
         self._found, self._where, self._first_row = array.type, f"{where}, column '{name}'", first_row
         self.dtype = DTYPES[slot.dtype]
 
@@ -163,7 +163,7 @@ class _Column:
         """Numbers in the slot's dtype: a view of Arrow's memory if they already have it."""
         if self.dtype == np.int64 and are_strings(array):
             return self._hashed(array)
-        pa, array = pyarrow(), _decoded(array)
+        pa, array = pyarrow(), decoded(array)
         kind, wanted = array.type, pa.int64() if self.dtype == np.int64 else pa.float32()
         is_number = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
         if not is_number and not (self.dtype == np.float32 and pa.types.is_floating(kind)):
@@ -185,7 +185,7 @@ class _Column:
             self._check_nulls(array, f"strings or integers for slot '{self.slot.name}'")
         is_null = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
         try:
-            ids = hash_strings(array if is_null is None else array.fill_null(pyarrow().scalar("").cast(array.type)))
+            ids = hash_strings(array if is_null is None else filled(array, ""))
         except DataError as error:
             raise self._error(str(error)) from error
         if is_null is not None:
@@ -237,11 +237,26 @@ def _stored(kind: Any) -> Any:
     return kind
 
 
-def _decoded(array: Any) -> Any:
+def decoded(array: Any) -> Any:
+    """The array without extension and dictionary types."""
     pa = pyarrow()
     while isinstance(array, pa.ExtensionArray) or pa.types.is_dictionary(array.type):
-        array = array.storage if isinstance(array, pa.ExtensionArray) else array.dictionary_decode()
+        if isinstance(array, pa.ExtensionArray):
+            array = array.storage
+            continue
+        if str(array.type.value_type) in VIEWS:  # Arrow cannot take views of strings by their places
+            words = array.dictionary.cast(VIEWS[str(array.type.value_type)])
+            array = pa.DictionaryArray.from_arrays(array.indices, words)
+        array = array.dictionary_decode()
     return array
+
+
+def filled(array: Any, value: Any) -> Any:
+    """The array with `value` for its nulls. Arrow has no fill_null for views of strings, which become plain strings."""
+    pa = pyarrow()
+    if str(array.type) in VIEWS:
+        array = array.cast(VIEWS[str(array.type)])
+    return array.fill_null(pa.scalar(value).cast(array.type))
 
 
 class _Memory:

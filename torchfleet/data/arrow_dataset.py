@@ -122,6 +122,9 @@ def _without_arrow_errors(stream: Iterator[Any], name: str) -> Iterator[Any]:
         for found in stream:
             yield found
             num += 1
+    except NotImplementedError as error:  # of Arrow
+        why = f"this version of Arrow cannot read record batch {num} ({first_line(error)})"
+        raise DataError(f"{name}: {why}; this does not mean that the data is damaged") from error
     except (OSError, pyarrow().ArrowException) as error:
         why = f"record batch {num} cannot be read ({first_line(error)})"
         raise DataError(f"{name}: {why}; is it cut off or damaged?") from error

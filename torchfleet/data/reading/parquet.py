@@ -110,6 +110,12 @@ class _Opened:
 def _pieces(file: Any, path: str, size: int, names: list[str]) -> Iterator[Any]:
     try:
         yield from file.iter_batches(batch_size=size, columns=names, use_threads=False)
+    except NotImplementedError as error:  # of Arrow
+        raise DataError(
+            f"{path}: this version of Arrow cannot read the columns {', '.join(names)} ({first_line(error)}); this "
+            "does not mean that the file is damaged. It reads dictionaries within lists from files of one row group "
+            "only: write plain values, or one row group"
+        ) from error
     except _errors() as error:
         place = _damaged(file, names)
         raise DataError(f"{path}{place}: cannot be read ({first_line(error)}); is it cut off or damaged?") from error

@@ -22,7 +22,7 @@ Hashes = npt.NDArray[np.uint64]
 _BEHIND = 8  # bytes that the hash may read behind the last string
 _KINDS = "expected strings: an array of numpy (text, bytes or Python's str), an array of pyarrow, or a list"
 _ARROW = {"string": np.int32, "binary": np.int32, "large_string": np.int64, "large_binary": np.int64}
-_VIEWS = {"string_view": "large_string", "binary_view": "large_binary"}  # without offsets: they are cast
+VIEWS = {"string_view": "large_string", "binary_view": "large_binary"}  # without offsets: they are cast
 
 
 def are_strings(values: Any) -> bool:
@@ -33,7 +33,7 @@ def are_strings(values: Any) -> bool:
         return values.dtype.kind in "UST"
     if isinstance(values, (list, tuple)):
         return bool(values) and isinstance(values[0], (str, bytes))
-    return _is_arrow(values) and is_string_type(values.type)
+    return is_arrow(values) and is_string_type(values.type)
 
 
 def hash_strings(values: Any, seed: int = 0, size: int = 0) -> Ids:
@@ -45,7 +45,7 @@ def hash_strings(values: Any, seed: int = 0, size: int = 0) -> Ids:
     """
     if not 0 <= seed < 1 << 64 or not 0 <= size < 1 << 63:
         raise DataError(f"hash_strings: seed and size must be from 0 up to 64 and 63 bits, found {seed} and {size}")
-    if _is_arrow(values):
+    if is_arrow(values):
         hashes, shape = _of_arrow(values, np.uint64(seed)), (len(values),)
     else:
         array = values if isinstance(values, np.ndarray) else _array(values)
@@ -118,7 +118,7 @@ def _encoded(one: Any) -> bytes:
         raise DataError(f"hash_strings: expected text that UTF-8 can encode, found {one!r:.40}") from error
 
 
-def _is_arrow(values: Any) -> bool:
+def is_arrow(values: Any) -> bool:
     """Whether it is an array of pyarrow, which is not imported for this."""
     return type(values).__module__.partition(".")[0] == "pyarrow" and hasattr(values, "null_count")
 
@@ -127,7 +127,7 @@ def is_string_type(kind: Any) -> bool:
     """Whether a type of pyarrow is one of strings or bytes, or a dictionary of them."""
     while hasattr(kind, "index_type"):
         kind = kind.value_type
-    return str(kind) in {*_ARROW, *_VIEWS}
+    return str(kind) in {*_ARROW, *VIEWS}
 
 
 def _of_arrow(array: Any, seed: np.uint64) -> Hashes:
@@ -142,8 +142,8 @@ def _of_arrow(array: Any, seed: np.uint64) -> Hashes:
     if hasattr(array, "dictionary"):
         of_words: Hashes = _of_arrow(array.dictionary, seed)[array.indices.to_numpy(zero_copy_only=False)]
         return of_words
-    if str(array.type) in _VIEWS:
-        array = array.cast(_VIEWS[str(array.type)])
+    if str(array.type) in VIEWS:
+        array = array.cast(VIEWS[str(array.type)])
     return _of_buffers(array, np.dtype(_ARROW[str(array.type)]), seed)
 
 
