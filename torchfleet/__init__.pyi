@@ -56,6 +56,7 @@ from torchfleet.api.process_role import (
 from torchfleet.api.row_passes import begin_pass as begin_pass, end_pass as end_pass
 from torchfleet.api.saves import (
     load as load,
+    replace_features as replace_features,
     save as save,
     save_inference_model as save_inference_model,
     save_persistables as save_persistables,

@@ -57,7 +57,8 @@ def wrong_requests() -> list[bytes]:
         inputs += [[tensor("ids", datatype, [1, 2], [0, most])], [tensor("ids", datatype, [1, 2], [0, -most - 1])]]
     inputs += [[IDS, IDS], [IDS, tensor("other", "INT64", [2, 1], [1, 2])], [{}], [None], [7], ["ids"], [[IDS]]]
     inputs += [[IDS, tensor("x", "FP32", shape, [1.0, 2.0])] for shape in ([2], [1, 2], [2, 1, 1], [1, 1], [3, 1])]
-    inputs += [[IDS, tensor("x", kind, [2, 1], [1, 2])] for kind in ("INT64", "BOOL", "INT32", "UINT8")]
+    inputs += [[IDS, tensor("x", "BOOL", [2, 1], [True, False])], [IDS, tensor("x", "FP32", [2, 1], [1, None])]]
+    inputs.append([tensor("ids", "BYTES", [1, 2], ["a", None])])
     inputs += [[IDS, tensor("x", "BYTES", [2, 1], ["1", "2"])], [IDS, tensor("x", "FP32", [2, 1], ["1", "2"])]]
     inputs += [
         [tensor("x", "FP32", [1, 1], [1.0])],

@@ -27,6 +27,12 @@ class SavedVersion:
     def rows(self, table: str, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         return self._table(table).look_up(keys.view(np.uint64), create=False)
 
+    def known_rows(
+        self, table: str, keys: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+        rows = self.rows(table, keys)
+        return rows, np.asarray(rows.any(axis=1))
+
     def dim(self, table: str) -> int:
         return self._table(table).spec.dim
 

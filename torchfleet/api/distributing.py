@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -11,12 +11,16 @@ from torchfleet.api.current_job import any_job, current, run_info
 from torchfleet.api.job.arguments import Strategy, check_model, check_optimizer, check_scheduler, check_strategy
 from torchfleet.base.adoption import AdoptedOptimizer
 
+if TYPE_CHECKING:  # collective jobs load nothing of servers and their data
+    from torchfleet.data.features import Feature
+
 
 def distributed_model(
     model: torch.nn.Module,
     strategy: Strategy | None = None,
     sparse: str | int | None = None,
     dry_batch: Any = None,
+    features: Sequence[Feature] | None = None,
 ) -> torch.nn.Module:
     """Put the sparse embeddings of the model on the servers; in collective training, wrap it for all ranks.
 
@@ -24,9 +28,13 @@ def distributed_model(
     selects those with at least that many rows, "auto" those whose trained weights have 1 MiB or more. Worker 0 prints
     which they are. The servers update a row only in steps that look it up: docs/modes/README.md. `strategy`: as in
     init. `dry_batch`: the inputs of a batch, as for train_batch, for a pipeline that measures where to cut the model.
+    `features` describes inputs of the model, by name: how raw values become ids (docs/data.md). They belong to the
+    model: all of its saves have them, and a job that loads a save has those of the save.
     """
     job = any_job()
     check_model(model)
+    if features is not None:
+        job.features.give(features)
     job.use(check_strategy(strategy, "fleet.distributed_model"), "fleet.distributed_model")
     return job.distribute_model(model, sparse, dry_batch)
 

@@ -55,6 +55,8 @@ def steps(
             "fleet.elastic.steps is for collective jobs, fleet.init(is_collective=True), and this one has parameter "
             f"servers: their rows have logs and replicas ({page('faults')})"
         )
+    if dirname is not None:
+        job.load_features(dirname)  # a copy does not have them
     saved = partial(_saved_step, dirname)
     return job.elastic_steps(num_steps, copy_steps, keep or {}, saved, partial(load, dirname or ""))
 

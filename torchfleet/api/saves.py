@@ -57,7 +57,8 @@ def save_inference_model(dirname: str, features: Sequence[Feature] = ()) -> None
 
     load_inference_model, DistributedInfer and `fleet serve` read it. `features` describes inputs of the model for
     `fleet serve`, by name: how it hashes strings for them, and what stands for those that a request does not give
-    (docs/serving.md).
+    (docs/serving.md). They are added to those that fleet.distributed_model was given, and belong to the model from now
+    on.
     """
     _check_dirname("save_inference_model", dirname)
     worker = get_job(NO_WORKER).first_worker("save_inference_model")
@@ -72,6 +73,19 @@ def load(dirname: str) -> dict[str, Any]:
     All ranks call it together, after distributed_model and distributed_optimizer. Returns the `extra` of the save.
     """
     return any_job().load(dirname)
+
+
+def replace_features(features: Sequence[Feature]) -> None:
+    """From the next save on, the model has these features, instead of those that were given or loaded before.
+
+    For a vocabulary that grows, or edges that change; an empty list leaves none. Call it after init_worker(dirname), or
+    after load in a collective job: on worker 0, or all ranks.
+    """
+    job = any_job(NO_WORKER)
+    if job.info.is_collective:
+        job.features.replace(features)
+    else:
+        get_job(NO_WORKER).first_worker("replace_features").describer.replace(features)
 
 
 def saved_extra(dirname: str) -> dict[str, Any] | None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torchfleet.collective.checkpoint.save_writing import PlannedSave
     from torchfleet.collective.elastic.memory_copies import Kept
     from torchfleet.collective.world import Gathering
+    from torchfleet.data.model_features import ModelFeatures
     from torchfleet.ps.worker.model_saving import Kind
 
 _PATIENCE = 10.0  # seconds that an aborted job waits for its save
@@ -53,6 +54,7 @@ class CollectiveJob(ModelAndOptimizer):
         begun.info = info
         self._meetings = JobMeetings()
         self._saves: BackgroundSaves | None = None
+        self._features: ModelFeatures | None = None
         self._reported: dict[str, float] = {}
         self._tracing: StepTracing | None = None
         self._is_over = False
@@ -65,6 +67,15 @@ class CollectiveJob(ModelAndOptimizer):
         if settings is not None:
             self.use(settings, "fleet.init")
             self._begin()
+
+    @property
+    def features(self) -> ModelFeatures:
+        """The features of the model, which its saves have."""
+        from torchfleet.data.model_features import ModelFeatures  # imports what servers need, so only on demand
+
+        if self._features is None:
+            self._features = ModelFeatures()
+        return self._features
 
     def _optimizer_made(self, model: CollectiveModel, optimizer: CollectiveOptimizer) -> None:
         """Count and trace steps, and let ranks whose loops are over know when this rank waits in a step."""
@@ -177,7 +188,8 @@ class CollectiveJob(ModelAndOptimizer):
         for strategy in self.strategies:
             strategy.before_save()
         inner, strategies, world = optimizer.inner, self.strategies, self.world
-        planned, tensors = plan_save(dirname, model.module, inner, strategies, world, extra, self.names)
+        features = partial(self._features_to_save, dirname)
+        planned, tensors = plan_save(dirname, model.module, inner, strategies, world, extra, self.names, features)
         with contextlib.ExitStack() as stack:
             stack.enter_context(planned.place or contextlib.nullcontext())  # if this fails, removes the remains
             first = self._save_rows(planned, asynchronous)
@@ -210,7 +222,29 @@ class CollectiveJob(ModelAndOptimizer):
                 "fleet.save_persistables saves tables, and this job is collective and has none: use fleet.save(dirname)"
             )
         self._meetings.meet("fleet.save_persistables")
-        return self.device_rows.save(dirname, kind, extra)
+        return self.device_rows.save(dirname, kind, extra, partial(self._features_to_save, dirname))
+
+    def _features_to_save(self, dirname: str) -> list[dict[str, Any]]:
+        """Raises ModelError if a save would lose features of the one that is there."""
+        from torchfleet.collective.checkpoint.collective_manifest import features_of
+
+        there = features_of(dirname)
+        if not there and self._features is None:
+            return []
+        from torchfleet.data.model_features import features_in
+
+        self.features.check_kept(features_in(there, dirname), Storage(dirname).path)
+        return self.features.saved()
+
+    def load_features(self, dirname: str) -> None:
+        """Load the features of the save that the job goes on from. Raises ModelError if it was given others."""
+        from torchfleet.collective.checkpoint.collective_manifest import features_of
+
+        found = features_of(dirname)
+        if found:
+            from torchfleet.data.model_features import features_in
+
+            self.features.load(features_in(found, dirname), dirname)
 
     def is_asked_to_stop(self) -> bool:
         """Whether any rank is asked to stop: all ranks stop after the same step."""
@@ -231,11 +265,14 @@ class CollectiveJob(ModelAndOptimizer):
         if self.device_rows is not None:
             number = saved_number(dirname, self.world)
             if number is None:
-                return self.device_rows.load(dirname, with_network=True)
+                extra = self.device_rows.load(dirname, with_network=True)
+                self.load_features(dirname)
+                return extra
             self.device_rows.load(Storage(dirname).place(tables_of(number)), with_network=False)
         extra = load(dirname, model.module, optimizer.inner, self.strategies, self.world, self.names)
         for strategy in self.strategies:
             strategy.after_load()
+        self.load_features(dirname)
         return extra
 
     def elastic_steps(

@@ -67,14 +67,20 @@ class DeviceRows:
         self._lookups: DeviceLookups | None = None
         self._saves: dict[str, TableSaves] = {}
 
-    def save(self, dirname: str, kind: Kind = "full", extra: Mapping[str, Any] | None = None) -> int:
+    def save(
+        self,
+        dirname: str,
+        kind: Kind = "full",
+        extra: Mapping[str, Any] | None = None,
+        features: Callable[[], list[dict[str, Any]]] = list,
+    ) -> int:
         """Save the tables of all ranks, and the network's values, in the format of servers. Returns the number of the
-        save. All ranks call it together.
+        save. All ranks call it together. `features`: as for plan_save.
         """
         from torchfleet.collective.checkpoint.table_saves import save_tables
 
         assert self._saved_plan is not None
-        return save_tables(dirname, self._saved_plan, self._saves, self._world, kind, extra)
+        return save_tables(dirname, self._saved_plan, self._saves, self._world, kind, extra, features)
 
     @property
     def can_save_beside(self) -> bool:

@@ -33,7 +33,7 @@ import torch
 from torchfleet.base.errors import DataError
 from torchfleet.base.prepared_types import prepared
 from torchfleet.data.features import Feature
-from torchfleet.ps.worker.batch.string_ids import are_strings
+from torchfleet.data.raw_columns import raw_column
 
 _MULTIPLIER = 0x5851F42D4C957F2D  # odd, and below 2^63: torch computes in signed numbers
 _MASK = (1 << 31) - 1
@@ -105,7 +105,8 @@ class FeatureFile(
 
     def tensors(self, columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """By feature: the ids or numbers of raw columns (arrays of numpy or pyarrow, or lists; strings, floats or whole
-        numbers), converted as `fleet serve` converts a request. Columns without a feature are left out.
+        numbers), converted as `fleet serve` converts a request. Columns without a feature are left out. Nulls, and nan,
+        become `missing` of their feature, or are refused.
 
         A feature with a `shape` becomes (samples, *shape). Another has the shape of its column, and a default of one
         value that of a column with one value per sample.
@@ -115,7 +116,12 @@ class FeatureFile(
         missing = [feature.name for feature in self.features if feature.name not in columns and feature.default is None]
         if missing:
             raise DataError(f"expected a column for each feature without a default, found none for {missing}")
-        num = len(next(iter(columns.values())))
+        used = [feature.name for feature in self.features if feature.name in columns] or list(columns)
+        lengths = {name: len(columns[name]) for name in used}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{num} in '{name}'" for name, num in lengths.items())
+            raise DataError(f"expected columns with the same number of samples, found {found}")
+        num = lengths[used[0]]
         return {feature.name: _tensor(feature, columns.get(feature.name), num) for feature in self.features}
 
     def crossed(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -158,16 +164,12 @@ def _default(feature: Feature, num: int) -> npt.NDArray[Any]:
 
 
 def _converted(feature: Feature, column: Any) -> npt.NDArray[Any]:
-    if are_strings(column):
-        if feature.dtype != "int64":
-            raise DataError(f"feature '{feature.name}': expected numbers ({feature.dtype}), found strings")
-        return feature.ids_of(column)
-    array = np.asarray(column)
-    if feature.buckets and array.dtype.kind == "f":
-        return feature.bucketed(array)
-    if array.dtype.kind not in ("iu" if feature.dtype == "int64" else "iuf"):
-        raise DataError(f"feature '{feature.name}': expected {feature.dtype}, or strings, found {array.dtype}")
-    return np.ascontiguousarray(array, feature.dtype)
+    found = raw_column(column, feature.name)
+    if found.values is None or not math.prod(found.shape):
+        return feature.from_missing(found.shape)
+    if found.are_strings:
+        return feature.from_strings(found.values, found.is_missing)
+    return feature.from_numbers(found.values, found.is_missing)
 
 
 def _scrambled(ids: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torchfleet.base.pages import page
 from torchfleet.base.role.role_info import WORKER, RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.data.model_features import ModelFeatures
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
@@ -38,6 +39,7 @@ class JobSetup:
         self.strategy = strategy
         self.model: torch.nn.Module | None = None
         self.optimizers: list[DistributedOptimizer] = []
+        self.features = ModelFeatures()
         self._plan: Plan | None = None  # set on first use, after which no more optimizers can be added
         self._strategy_before = strategy  # the strategy before the last call of `use`
 

@@ -12,6 +12,7 @@ from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 if TYPE_CHECKING:  # collective jobs load nothing of servers
+    from torchfleet.data.model_features import ModelFeatures
     from torchfleet.ps.worker.embedding.embedding_choice import Sparse
     from torchfleet.ps.worker.model_saving import Kind
 
@@ -47,6 +48,11 @@ class Job(Protocol):
     @property
     def model(self) -> torch.nn.Module | None:
         """The model of the job, once it was distributed."""
+        ...
+
+    @property
+    def features(self) -> ModelFeatures:
+        """The features of the model, which its saves have."""
         ...
 
     def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None, dry_batch: Any = None) -> torch.nn.Module:

@@ -32,8 +32,9 @@ from torchfleet.api.job.worker_start import (
     with_known_restart,
 )
 from torchfleet.api.job.worker_status import WorkerStatus
-from torchfleet.api.serving.description import ModelDescriber
+from torchfleet.api.serving.description import ModelDescriber, saved_features
 from torchfleet.base.monitor.stop_request import end_with_save, stop_request
+from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.server_fields import SERVERS
 from torchfleet.ps.kernels.team import TEAM
 from torchfleet.ps.tables.rows.row_statistics import is_pushed
@@ -69,6 +70,8 @@ class StartedWorker:
         try:
             self._join_job(dirname, var_names)
             self._prepare_training()
+            if self.info.worker_index == 0:
+                self._load_features(dirname)
         except BaseException:
             self.abandon()
             raise
@@ -233,6 +236,12 @@ class StartedWorker:
         servers = Servers(self.client, self._connect, lambda: self._mode.communicator, meet, put_network)
         is_first, is_restarted = self.info.worker_index == 0, bool(self.info.restart)
         return ModelState(self.model, self._plan, self.engine, is_first, is_restarted, servers)
+
+    def _load_features(self, dirname: str | None) -> None:
+        """Load the features of the save that the job goes on from, which servers may have loaded alone."""
+        loaded = self.client.stats()[0]["model"] if dirname is None else os.fspath(dirname)
+        if loaded:
+            self.describer.features.load(saved_features(Storage(loaded)), loaded)
 
     def is_asked_to_stop(self) -> bool:
         return self.info.worker_index == 0 and stop_request.has_come()

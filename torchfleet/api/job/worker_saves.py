@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.last_saves import LastSave, LastSaves
-from torchfleet.api.serving.description import ModelDescriber
+from torchfleet.api.serving.description import ModelDescriber, saved_features
 from torchfleet.base.monitor.stop_request import stop_request
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import Manifest
@@ -36,7 +36,7 @@ class WorkerSaves:
         assert setup.model is not None
         self._info, self._plan, self._timeout = setup.info, setup.plan, setup.strategy.sync_timeout
         self._client, self._membership, self._hybrid, self._communicator = client, membership, hybrid, communicator
-        self.describer = ModelDescriber(setup.model)
+        self.describer = ModelDescriber(setup.model, setup.features)
         fixed = [group.spec.name for group in setup.plan.fixed]
         self._last_saves = LastSaves(client, setup.info, self._timeout, fixed)
         self._saved_to: set[str] = set()  # paths
@@ -46,6 +46,7 @@ class WorkerSaves:
         communicator = self._communicator()
         communicator.flush()
         storage = Storage(dirname)
+        features = self._features_to_save(storage)
         # A restarted worker does not know what it saved before.
         if not self._info.restart and storage.path not in self._saved_to:
             tell_of_replacing(storage, kind, {server["model"] for server in self._client.stats()})
@@ -53,13 +54,24 @@ class WorkerSaves:
             self._hybrid.put_network()
         updates, are_others_at_work = self._last_saves.state() if self._membership is not None else ([], False)
         self.describer.write(storage)  # before the save is complete: processes that follow saves need both
-        saved = save_model(self._client, self._plan, dirname, self._timeout, kind, extra)
+        saved = save_model(self._client, self._plan, dirname, self._timeout, kind, extra, features=features)
         self._saved_to.add(storage.path)
         if self._membership is not None:
             made = LastSave(dirname, kind, extra, updates)
             is_open = are_others_at_work or communicator.keeps_rest
             self._last_saves.note(communicator.num_steps, storage.path, made, is_open)
         return saved
+
+    def _features_to_save(self, storage: Storage) -> list[dict[str, Any]]:
+        """Raises ModelError if the save would lose features of the one that is there."""
+        features = self.describer.features
+        if storage.path not in self._saved_to:
+            there = saved_features(storage)
+            if self._info.restart:  # it does not know the features that it was given before
+                features.load(there, storage.path)
+            else:
+                features.check_kept(there, storage.path)
+        return features.saved()
 
     def complete(self) -> list[str]:
         """Before worker 0 stops: if it has saved since its last step, wait for the other workers, and repeat the saves

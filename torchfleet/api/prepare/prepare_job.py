@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,6 +22,9 @@ from torchfleet.base.role.role_makers import is_collective_job
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.worker.embedding.embedding_choice import Auto
 
+if TYPE_CHECKING:  # collective jobs load nothing of servers and their data
+    from torchfleet.data.features import Feature
+
 
 def prepare(
     *objects: Any,
@@ -29,6 +32,7 @@ def prepare(
     sparse: str | int | None = None,
     is_collective: bool | None = None,
     dirname: str | None = None,
+    features: Sequence[Feature] | None = None,
 ) -> tuple[Any, ...]:
     """Prepare `objects` for this process's job and return them in the same order: a model, the optimizers of its
     parameters, DataLoaders, schedulers.
@@ -40,7 +44,7 @@ def prepare(
 
     `strategy`: a DistributedStrategy, by default one for sync mode. `is_collective`: None to follow the environment.
     `sparse`: as in distributed_model; with a loader, "auto" selects the tables of which a batch leaves most rows
-    untouched. `dirname`: a saved model to continue from. See docs/prepare.md.
+    untouched. `dirname`: a saved model to continue from. `features`: as in distributed_model. See docs/prepare.md.
     """
     model, optimizers = _one_model(objects), [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
     if not optimizers:
@@ -57,7 +61,7 @@ def prepare(
             )
     _begin(is_collective)
     before = dict(model.named_parameters(remove_duplicate=False))
-    made = distributing.distributed_model(model, strategy, _by_batch(sparse, objects))
+    made = distributing.distributed_model(model, strategy, _by_batch(sparse, objects), features=features)
     prepared: dict[int, Any] = {id(model): made}
     for optimizer in optimizers:
         follow(optimizer, before, dict(made.named_parameters(remove_duplicate=False)))

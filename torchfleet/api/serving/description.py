@@ -14,12 +14,14 @@ from torchfleet.api.serving.network_graph import NetworkGraph
 from torchfleet.base.errors import CheckpointError, ModelError
 from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
-from torchfleet.data.features import Feature, SampleText, as_in_text
-from torchfleet.ps.checkpoint.manifest_file import SERVING, read_body
+from torchfleet.data.features import Feature, FormerFeature, SampleText, as_in_text
+from torchfleet.data.model_features import ModelFeatures, checked, features_in
+from torchfleet.ps.checkpoint.manifest import FILE, read_manifest
+from torchfleet.ps.checkpoint.manifest_file import SERVING, has_manifest, read_body
 from torchfleet.ps.checkpoint.part_writer import write_file
 
 FORMAT = "torchfleet serving"
-VERSION = 1
+VERSION = 2  # in version 1, requests had another rule for numbers: FormerFeature
 
 
 class ServingDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,6 +34,16 @@ class ServingDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     text: SampleText | None = None  # the format of lines that a request may have in place of the features
     format: str = FORMAT
     version: int = VERSION
+
+
+class _FormerDescription(ServingDescription, frozen=True, forbid_unknown_fields=True):
+    """Version 1, whose features keep the rule of then."""
+
+    features: list[FormerFeature]  # type: ignore[assignment]
+
+
+class _Head(msgspec.Struct):
+    version: int
 
 
 def read_description(storage: Storage) -> ServingDescription:
@@ -47,21 +59,49 @@ def read_description(storage: Storage) -> ServingDescription:
         )
     storage.check_own(SERVING)
     try:
-        found = msgspec.json.decode(storage.read(SERVING), type=prepared(ServingDescription))
+        body = storage.read(SERVING)
+        is_former = msgspec.json.decode(body, type=prepared(_Head)).version == 1
+        kind = _FormerDescription if is_former else ServingDescription
+        found: ServingDescription = msgspec.json.decode(body, type=prepared(kind))
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{place} is not a description of this version: {error}") from None
-    if (found.format, found.version) != (FORMAT, VERSION):
+    if found.format != FORMAT or found.version not in (1, VERSION):
         raise CheckpointError(
-            f"{place}: expected {FORMAT} version {VERSION}, found {found.format} version {found.version}"
+            f"{place}: expected {FORMAT} version {VERSION} or 1, found {found.format} version {found.version}"
         )
+    return found
+
+
+def saved_features(storage: Storage) -> list[Feature]:
+    """The features that belong to the model that is saved there; none without a complete save."""
+    if not has_manifest(storage):
+        return []
+    manifest = read_manifest(storage)
+    if manifest.features or not storage.exists(SERVING):
+        return features_in(manifest.features, storage.place(FILE))
+    described = read_description(storage)
+    return _described_formerly(described) if described.version == 1 else []
+
+
+def _described_formerly(described: ServingDescription) -> list[Feature]:
+    """The features of a save whose manifest did not have them yet: those with more than the model and its text say."""
+    found = []
+    for feature in described.features:
+        said = Feature(feature.name, feature.dtype, feature.shape, default=[] if feature.shape is None else None)
+        if described.text is not None:
+            said = as_in_text(said, described.text)
+        fields = {name: getattr(feature, name) for name in Feature.__struct_fields__}
+        if fields != {name: getattr(said, name) for name in Feature.__struct_fields__}:
+            found.append(Feature(**fields))
     return found
 
 
 class ModelDescriber:
     """Watches how a model is called, and writes its description with saves."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: torch.nn.Module, features: ModelFeatures) -> None:
+        """`features`: that belong to the model."""
+        self._model, self.features = model, features
         self._inputs: ModelInputs | None = None
         self._call: Literal["batch", "arguments", "nested"] = "nested"
         self._reason = ""
@@ -69,7 +109,6 @@ class ModelDescriber:
         self._is_traced = False
         self._written: dict[str, bytes] = {}  # by folder
         self.text: SampleText | None = None  # what the dataset of the last pass reads
-        self._given: dict[str, Feature] = {}  # features that the user describes
 
     def note_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Called when the model is called for the first time."""
@@ -82,18 +121,29 @@ class ModelDescriber:
             self._inputs = inputs_of(self._model, args, kwargs)
         except ModelError as error:
             self._inputs, self._reason = ModelInputs(), str(error)
+        self._check_inputs(self.features.names)
 
     def describe(self, features: Sequence[Feature]) -> None:
-        """Take hashes and defaults from these features, from now on. Raises ModelError for one that is not an input."""
-        if isinstance(features, (str, Feature)) or not all(isinstance(feature, Feature) for feature in features):
-            raise ModelError(f"features: expected a list of fleet.Feature, found {features!r:.80}")
-        known = None if self._inputs is None or self._reason else {feature.name for feature in self._inputs.features}
-        for feature in features:
-            if known is not None and feature.name not in known:
-                raise ModelError(
-                    f"features: the model was called with {', '.join(sorted(known))}, and not with '{feature.name}'"
-                )
-            self._given[feature.name] = feature
+        """Add features to those of the model. Raises ModelError for one that is not an input, or known as another."""
+        self._check_inputs([feature.name for feature in checked(features)])
+        self.features.give(features)
+
+    def replace(self, features: Sequence[Feature]) -> None:
+        """Replace the features of the model. Raises ModelError for one that is not an input."""
+        self._check_inputs([feature.name for feature in checked(features)])
+        self.features.replace(features)
+
+    def _check_inputs(self, names: Sequence[str]) -> None:
+        if self._inputs is None or self._reason:
+            return
+        known = {feature.name for feature in self._inputs.features}
+        others = [name for name in names if name not in known]
+        if others:
+            raise ModelError(
+                f"features: expected names of the model's inputs, which are {', '.join(sorted(known))}, found "
+                f"{', '.join(others)}. If a save has these, and the model no longer takes them: "
+                "fleet.replace_features(features)"
+            )
 
     def write(self, storage: Storage) -> None:
         """Write the description, unless it is there already. Nothing is written if the model was never called."""
@@ -123,12 +173,12 @@ class ModelDescriber:
             self._reason = str(error)
 
     def _as_given(self, feature: Feature) -> Feature:
-        given = self._given.get(feature.name)
+        given = self.features.get(feature.name)
         if given is None:
             return feature
-        default = feature.default if given.default is None else given.default
-        names = ("hash_seed", "hash_size", "vocabulary", "buckets")
-        return replace(feature, default=default, **{name: getattr(given, name) for name in names})
+        ways = {name: getattr(given, name) for name in ("hash_seed", "hash_size", "vocabulary", "buckets")}
+        rest = {name: value for name in ("default", "missing") if (value := getattr(given, name)) is not None}
+        return replace(feature, **(ways if any(ways.values()) else {}), **rest)
 
     def _as_read(self, feature: Feature) -> Feature:
         return feature if self.text is None else as_in_text(feature, self.text)

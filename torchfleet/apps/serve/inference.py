@@ -13,7 +13,7 @@ from torchfleet.apps.serve.endpoints.inference_protocol import InferenceProtocol
 from torchfleet.apps.serve.predictor import WrongRequest
 from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.served_model import ServedModel
-from torchfleet.apps.serve.serving_metrics import ServingMetrics
+from torchfleet.apps.serve.serving_metrics import MAX_TABLES, ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.base.errors import DataError, ServerUnreachable
 
@@ -36,9 +36,10 @@ class Inference:
     def __init__(self, model: ServedModel, settings: ServeSettings, metrics: ServingMetrics) -> None:
         self.model, self._metrics, self._timeout = model, metrics, settings.timeout_s
         self.is_ending = False  # this process was told to end, and answers what still comes
+        metrics.tables = model.predictor.tables[:MAX_TABLES]
         self.protocol = InferenceProtocol(model.described, [o["name"] for o in model.outputs], settings.max_batch)
         self._batcher = Batcher(
-            self._predicted if model.is_remote else model.predictor.predict,
+            self._predicted,
             settings.batch_wait_ms / 1000,
             settings.max_batch,
             settings.max_queue,
@@ -100,9 +101,12 @@ class Inference:
         return error if isinstance(error, Refusal) else None
 
     def _predicted(self, requests: Sequence[Samples]) -> list[Any]:
-        """Like Predictor.predict; also puts the figures of the reads from servers into the metrics."""
+        """Like Predictor.predict; also puts the figures of its lookups into the metrics."""
         results: list[Any] = self.model.predictor.predict(requests)
-        self._metrics.shards(self.model.shard_counts)
+        if unknown := self.model.predictor.take_unknown_ids():
+            self._metrics.unknown_ids(unknown)
+        if self.model.is_remote:
+            self._metrics.shards(self.model.shard_counts)
         return results
 
 

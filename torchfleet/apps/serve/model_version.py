@@ -20,6 +20,12 @@ class ModelVersion(Protocol):
         """The rows of `keys`, [len(keys), dim]. Keys may repeat; an id without a row reads as zeros."""
         ...
 
+    def known_rows(
+        self, table: str, keys: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+        """(rows as `rows` returns them, mask of the keys that have one)."""
+        ...
+
     def dim(self, table: str) -> int:
         """How many numbers a row of `table` has."""
         ...

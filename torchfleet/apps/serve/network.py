@@ -29,6 +29,11 @@ _MAX_BY_COLUMN = 1 << 22  # numbers of a weight
 class Network(Protocol):
     """What computes the results of a batch."""
 
+    @property
+    def unknown_ids(self) -> Counter[str]:
+        """By table: how many ids that were looked up had no row. The caller may empty it."""
+        ...
+
     def run(self, batch: JoinedBatch, version: ModelVersion) -> Outputs:
         """One array per output, with an entry per sample."""
         ...
@@ -55,6 +60,7 @@ class GraphNetwork:
         self._weights = {number for number, num in Counter(linear).items() if uses[number] == num}  # no other use
         self._bound: tuple[ModelVersion | None, list[Any]] = None, []
         self._checked: list[tuple[torch.Size, torch.dtype]] = []  # shapes and types of parameters, once looked at
+        self.unknown_ids = Counter(dict.fromkeys(sorted({found.table for found in lookups}), 0))
 
     @torch.inference_mode()
     def run(self, batch: JoinedBatch, version: ModelVersion) -> Outputs:
@@ -67,7 +73,7 @@ class GraphNetwork:
             for step in steps:
                 step.run(values)
             if lookups:
-                _look_up(lookups, values, batch, version)
+                self.unknown_ids.update(_look_up(lookups, values, batch, version))
         return {output.name: values[output.value].numpy() for output in graph.outputs}
 
     def _given(self, version: ModelVersion) -> list[torch.Tensor]:
@@ -185,8 +191,12 @@ def _pooled(rows: npt.NDArray[np.float32], dim: int, index: npt.NDArray[np.int32
     return out
 
 
-def _look_up(lookups: list[_Lookup], values: list[Any], batch: JoinedBatch, version: ModelVersion) -> None:
-    """Make all lookups of a stage: the rows of a table are read once for all of its lookups."""
+def _look_up(lookups: list[_Lookup], values: list[Any], batch: JoinedBatch, version: ModelVersion) -> dict[str, int]:
+    """Make all lookups of a stage: the rows of a table are read once for all of its lookups.
+
+    Returns how many ids had no row, by table, without tables in which all had one.
+    """
+    unknown: dict[str, int] = {}
     by_table: dict[str, list[tuple[_Lookup, npt.NDArray[np.int64], Any]]] = {}
     for found in lookups:
         by_table.setdefault(found.table, []).append((found, *found.keys(values, batch)))
@@ -194,12 +204,25 @@ def _look_up(lookups: list[_Lookup], values: list[Any], batch: JoinedBatch, vers
         keys = asked[0][1] if len(asked) == 1 else np.concatenate([keys for _, keys, _ in asked])
         if asked[0][0].size:
             check_range(keys.view(np.uint64), asked[0][0].size, f"table '{table}'")
-        rows, start = version.rows(table, keys), 0
+        (rows, is_known), start = version.known_rows(table, keys), 0
+        if not is_known.all():
+            unknown[table] = _num_unknown([(found.padding_idx, own) for found, own, _ in asked], is_known)
         if rows.shape != (len(keys), asked[0][0].dim):  # the kernels rely on it
             raise CheckpointError(_other_width(table, rows.shape[1], asked[0][0].dim))
         for found, own, form in asked:
             values[found.step.number] = found.result(own, rows[start : start + len(own)], form)
             start += len(own)
+    return unknown
+
+
+def _num_unknown(asked: Sequence[tuple[int | None, npt.NDArray[np.int64]]], is_known: npt.NDArray[np.bool_]) -> int:
+    """How many of the ids of several lookups have no row. Padding, which never has one, does not count."""
+    num, start = 0, 0
+    for padding_idx, own in asked:
+        is_unknown = ~is_known[start : start + len(own)]
+        num += int(np.count_nonzero(is_unknown if padding_idx is None else is_unknown & (own != padding_idx)))
+        start += len(own)
+    return num
 
 
 def check_tables(graph: NetworkGraph, version: ModelVersion) -> None:

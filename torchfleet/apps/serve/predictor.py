@@ -32,6 +32,18 @@ class Predictor:
     def __init__(self, source: ModelSource, network: Network, described: ServingDescription) -> None:
         self.source, self._network, self._joiner = source, network, Joiner(described.features)
 
+    def take_unknown_ids(self) -> dict[str, int]:
+        """By table, where there are some: the ids without a row that were looked up since the last call."""
+        found = {table: num for table, num in self._network.unknown_ids.items() if num}
+        for table in found:
+            self._network.unknown_ids[table] = 0
+        return found
+
+    @property
+    def tables(self) -> list[str]:
+        """The tables that the network looks up."""
+        return sorted(self._network.unknown_ids)
+
     def predict(self, requests: Sequence[Samples]) -> list[Result | Exception]:
         """A result or an exception for each request. If a batch fails, its requests are computed one by one."""
         version = self.source.current()

@@ -47,7 +47,27 @@ class Packing:
             self.widths[feature.dtype] = start + feature.num_values
             self.types.setdefault(feature.dtype, []).append(feature)
             self.dtypes[feature.dtype] = _numpy_dtype(feature)
+        self._limits = self._limits_of_ids()
         self._columns: dict[tuple[str, ...], Any] = {}
+
+    def check(self, blocks: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Raise DataError for whole numbers that are no ids of their feature."""
+        if self._limits is None:
+            return
+        block = blocks["int64"]
+        if (block.view(np.uint64) >= self._limits).any():  # negative numbers are large without a sign
+            for feature, start, end in self.places.values():
+                if feature.dtype == "int64" and feature.num_ids is not None:
+                    feature.from_numbers(block[:, start:end])
+
+    def _limits_of_ids(self) -> npt.NDArray[np.uint64] | None:
+        """For each column of whole numbers, the number that all of its ids are below; None: all columns take any."""
+        found = np.full(self.widths.get("int64", 0), np.iinfo(np.uint64).max, np.uint64)
+        has_limits = False
+        for feature, start, end in self.places.values():
+            if feature.dtype == "int64" and feature.num_ids is not None:
+                found[start:end], has_limits = feature.num_ids, True
+        return found if has_limits else None
 
     def packed(self, num: int, values: Mapping[str, list[Any]]) -> dict[str, npt.NDArray[Any]]:
         """The blocks of `num` samples from the flat values of every feature."""
@@ -177,9 +197,9 @@ def _lengths(request: Samples, feature: Feature) -> npt.NDArray[np.int64]:
 
 def _array(parts: list[Numbers], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """One flat array. Lists of many small requests become one array at once, which is faster than an array for each."""
-    if all([type(part) is list for part in parts]):  # noqa: C419 - a generator takes longer
-        return np.array(parts[0] if len(parts) == 1 else list(chain.from_iterable(parts)), dtype)
     with np.errstate(over="ignore"):  # numbers above float32's range become infinite, and are refused as such
+        if all([type(part) is list for part in parts]):  # noqa: C419 - a generator takes longer
+            return np.array(parts[0] if len(parts) == 1 else list(chain.from_iterable(parts)), dtype)
         return np.concatenate([np.asarray(part).astype(dtype, copy=False) for part in parts])
 
 

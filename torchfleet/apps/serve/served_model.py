@@ -12,6 +12,7 @@ from torchfleet.apps.serve.shards.followed_shards import FollowedShards, open_fo
 from torchfleet.apps.serve.shards.sharded_model import ShardedModel, open_sharded
 from torchfleet.apps.serve.tensors import datatype_of
 from torchfleet.apps.serve.versions.mapped_model import MappedModel, open_mapped
+from torchfleet.data.features import Feature
 
 
 class ServedModel:
@@ -28,18 +29,12 @@ class ServedModel:
         (result,) = self.predictor.predict([zeros(self.described)])
         if isinstance(result, Exception):
             raise result
+        self.predictor.take_unknown_ids()  # of the zeros
         self.outputs: list[dict[str, Any]] = [
             {"name": name, "datatype": datatype_of(array.dtype.name), "shape": [-1, *array.shape[1:]]}
             for name, array in result[1].items()
         ]
-        self._inputs = [
-            {
-                "name": feature.name,
-                "datatype": datatype_of(feature.dtype),
-                "shape": [-1, -1] if feature.shape is None else [-1, *feature.shape],
-            }
-            for feature in self.described.features
-        ]
+        self._inputs = [_input_of(feature) for feature in self.described.features]
 
     @property
     def shard_counts(self) -> Mapping[str, float]:
@@ -77,6 +72,27 @@ class ServedModel:
 
     def close(self) -> None:
         self._source.close()
+
+
+def _input_of(feature: Feature) -> dict[str, Any]:
+    """An input in the model's metadata: the datatype that the feature is meant for, and how values become ids."""
+    if feature.takes_strings and (feature.vocabulary or feature.hash_size or feature.hash_seed):
+        datatype = "BYTES"
+    else:
+        datatype = "FP32" if feature.buckets else datatype_of(feature.dtype)
+    found = {
+        "vocabulary_size": len(feature.vocabulary),
+        "buckets": feature.buckets,
+        "hash_size": feature.hash_size,
+        "hash_seed": feature.hash_seed,
+        "num_ids": feature.num_ids,
+    }
+    parameters = {name: value for name, value in found.items() if value}
+    if feature.missing is not None:
+        parameters["missing"] = feature.missing
+    shape = [-1, -1] if feature.shape is None else [-1, *feature.shape]
+    made = {"name": feature.name, "datatype": datatype, "shape": shape}
+    return {**made, "parameters": parameters} if parameters else made
 
 
 def _opened(settings: ServeSettings) -> ModelSource:

@@ -48,8 +48,10 @@ FOLLOWED = {  # of MappedModel.figures
     "follow_pinned_version": "The version that fleet rollback asked for; 0: the newest.",
     "follow_checked_seconds_ago": "Seconds since the last look for a new version.",
 }
+MAX_TABLES = 1024  # whose unknown ids are counted
 _SHARDS = _CREATED + 1
-NUM_FIELDS = _SHARDS + len(SHARD_FIELDS)
+_TABLES = _SHARDS + len(SHARD_FIELDS)
+NUM_FIELDS = _TABLES + MAX_TABLES
 
 
 def outcome_of(status: int) -> str:
@@ -69,6 +71,7 @@ class ServingMetrics:
         self._all: Any = np.zeros(shape) if path is None else np.memmap(path, np.float64, "r+", shape=shape)
         self._own = self._all[worker].data  # a memoryview reads and writes single numbers faster
         self._own[_QUEUE] = 0.0
+        self.tables: list[str] = []  # the same in all processes, in this order
 
     @staticmethod
     def create(path: str, num_workers: int) -> None:
@@ -96,6 +99,12 @@ class ServingMetrics:
         """`counts`: figures of this process by the names of SHARD_FIELDS; empty if rows are not read from servers."""
         for i, name in enumerate(SHARD_FIELDS if counts else ()):
             self._own[_SHARDS + i] = counts[name]
+
+    def unknown_ids(self, counts: Mapping[str, int]) -> None:
+        """`counts`: ids without a row that were looked up, by table."""
+        for table, num in counts.items():
+            if table in self.tables:
+                self._own[_TABLES + self.tables.index(table)] += num
 
     def exposition(self, followed: Mapping[str, float] | None = None) -> bytes:
         """All metrics as text. `followed`: figures of the process that follows a job. Raises MissingPackage without
@@ -139,6 +148,12 @@ class ServingMetrics:
             total[_SAMPLES],
         )
         yield GaugeMetricFamily("torchfleet_serve_queue_samples", "Samples that wait.", total[_QUEUE])
+        unknown = CounterMetricFamily(
+            "torchfleet_serve_unknown_ids", "Ids that were looked up and have no row.", labels=["table"]
+        )
+        for i, table in enumerate(self.tables):
+            unknown.add_metric([table], total[_TABLES + i])
+        yield unknown
         by = ["process"]
         version = GaugeMetricFamily("torchfleet_serve_model_version", "The version served.", labels=by)
         age = GaugeMetricFamily("torchfleet_serve_model_age_seconds", "Age of what it learned last.", labels=by)
@@ -148,7 +163,7 @@ class ServingMetrics:
                 age.add_metric([str(worker)], max(0.0, time.time() - fields[_CREATED]))
         yield version
         yield age
-        shards = dict(zip(SHARD_FIELDS, total[_SHARDS:].tolist(), strict=True))
+        shards = dict(zip(SHARD_FIELDS, total[_SHARDS:_TABLES].tolist(), strict=True))
         if any(shards.values()):
             yield from _shard_metrics(shards)
 

@@ -14,6 +14,7 @@ from torchfleet.base.errors import DataError
 from torchfleet.base.prepared_types import prepared
 
 MAX_RANK = 8
+_HEAD = 4096  # bytes of a tensor's JSON that show whether it is nested
 
 # numpy's type by the protocol's name. BYTES, strings of any length, are not listed.
 DATATYPES: dict[str, np.dtype[Any]] = {
@@ -40,27 +41,33 @@ def num_elements(shape: list[int], name: str) -> int:
     return math.prod(shape)
 
 
-def from_json(raw: msgspec.Raw, datatype: str, shape: list[int], name: str) -> list[Any]:
-    """The values of a tensor as a flat list in row-major order; `raw` is flat or nested. Raises DataError for values of
-    another type or number.
+def from_json(raw: msgspec.Raw, datatype: str, shape: list[int], name: str) -> Any:
+    """The values of a tensor as a flat list in row-major order, or as an array of objects if there are nulls among
+    them; `raw` is flat or nested. Raises DataError for values of another type or number.
     """
-    num = num_elements(shape, name)
-    try:
-        data = _decoder(datatype, 1).decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        if len(shape) < 2:
-            raise DataError(f"input '{name}': expected data of type {datatype}: {error}") from None
-        data = _nested(raw, datatype, shape, name)
-    if len(data) != num:
-        raise DataError(f"input '{name}': expected {num} values for shape {shape}, found {len(data)}")
-    return data  # type: ignore[no-any-return]
+    num, data, error = num_elements(shape, name), None, ""
+    is_nested = bytes(memoryview(raw)[:_HEAD]).lstrip()[1:].lstrip().startswith(b"[")
+    rank = max(1, len(shape)) if is_nested else 1
+    for has_nulls in (False, True):
+        try:
+            data = _decoder(datatype, rank, has_nulls).decode(raw)
+            break
+        except (msgspec.MsgspecError, RecursionError) as failure:
+            error = error or str(failure)
+    if data is None:
+        form = f", flat or as {shape}" if is_nested else ""
+        raise DataError(f"input '{name}': expected data of type {datatype}{form}: {error}") from None
+    flat = _flat(data, shape, name) if is_nested else data
+    if len(flat) != num:
+        raise DataError(f"input '{name}': expected {num} values for shape {shape}, found {len(flat)}")
+    if not has_nulls:
+        return flat
+    values = np.empty(num, object)
+    values[:] = flat
+    return values
 
 
-def _nested(raw: msgspec.Raw, datatype: str, shape: list[int], name: str) -> list[Any]:
-    try:
-        data = _decoder(datatype, len(shape)).decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise DataError(f"input '{name}': expected data of type {datatype}, flat or as {shape}: {error}") from None
+def _flat(data: Any, shape: list[int], name: str) -> list[Any]:
     num = shape[0]
     for size in shape[1:]:
         if len(data) != num or any(len(part) != size for part in data):
@@ -75,7 +82,7 @@ def flat_decoder(datatype: str) -> msgspec.json.Decoder[Any]:
 
 
 @functools.cache
-def _decoder(datatype: str, rank: int) -> msgspec.json.Decoder[Any]:
+def _decoder(datatype: str, rank: int, has_nulls: bool = False) -> msgspec.json.Decoder[Any]:
     kind: Any = str
     if datatype != "BYTES":
         dtype = DATATYPES[datatype]
@@ -84,6 +91,8 @@ def _decoder(datatype: str, rank: int) -> msgspec.json.Decoder[Any]:
             kind = Annotated[int, msgspec.Meta(ge=max(int(info.min), _INT64[0]), le=min(int(info.max), _INT64[1]))]
         else:
             kind = bool if dtype.kind == "b" else float
+    if has_nulls:
+        kind = kind | None
     for _ in range(rank):
         kind = list[kind]
     return msgspec.json.Decoder(prepared(kind))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchfleet.api.serving.description import ServingDescription
@@ -31,10 +33,14 @@ class VersionRows(ForPrediction):
 
     def __init__(self) -> None:
         self.version: ModelVersion | None = None
+        self.unknown_ids: Counter[str] = Counter()
 
     def pull(self, keys: Mapping[str, Keys], create: bool, foreseen: bool = False) -> Ready:
         assert self.version is not None
-        rows = {table: self.version.rows(table, wanted.view("int64")) for table, wanted in keys.items()}
+        rows = {}
+        for table, wanted in keys.items():
+            rows[table], is_known = self.version.known_rows(table, wanted.view("int64"))
+            self.unknown_ids[table] += int(np.count_nonzero(~is_known))
         return Ready(Pulled(rows, {table: [] for table in keys}))
 
 
@@ -52,11 +58,17 @@ class UserNetwork:
         self._model = _made(place).eval()
         convert(self._model, saved_as_tables(self._model, tables))
         self._rows, modules = VersionRows(), sparse_embeddings(self._model)
+        self._rows.unknown_ids.update(dict.fromkeys(sorted(modules), 0))
         self._engine = Engine(self._rows, modules)
         for module in (module for some in modules.values() for module in some):
             module.bind(self._engine)
         self._engine.follow(self._model, records=False)
         self._bound: ModelVersion | None = None
+
+    @property
+    def unknown_ids(self) -> Counter[str]:
+        """As Network.unknown_ids; an id counts once in a batch."""
+        return self._rows.unknown_ids
 
     @torch.no_grad()
     def run(self, batch: JoinedBatch, version: ModelVersion) -> Outputs:

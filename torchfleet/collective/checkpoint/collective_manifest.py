@@ -19,7 +19,7 @@ from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import remove_all_but
 from torchfleet.ps.checkpoint.manifest import folder_of, next_save
-from torchfleet.ps.checkpoint.manifest_file import FILE, read_body, write_body
+from torchfleet.ps.checkpoint.manifest_file import FILE, has_manifest, read_body, write_body
 from torchfleet.ps.checkpoint.part_file import ITEM_BYTES
 
 FORMAT = "torchfleet collective checkpoint"
@@ -81,6 +81,7 @@ class CollectiveManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     time: float = 0.0
     format: str = FORMAT
     version: int = VERSION
+    features: list[dict[str, Any]] = []  # that belong to the model: data/model_features.py
 
     def of_kind(self, kind: Kind) -> dict[str, SavedTensor]:
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind == kind}
@@ -88,11 +89,18 @@ class CollectiveManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 class _Head(msgspec.Struct):
     format: str = ""
+    features: list[dict[str, Any]] = []
 
 
 def is_collective(dirname: str) -> bool:
     """Whether the folder holds a saved collective model. Raises CheckpointError if it holds no complete save."""
     return _head(read_body(Storage(dirname))).format == FORMAT
+
+
+def features_of(dirname: str) -> list[dict[str, Any]]:
+    """The features of the model in the folder, which ranks or servers have saved; none without a complete save."""
+    storage = Storage(dirname)
+    return _head(read_body(storage)).features if has_manifest(storage) else []
 
 
 def write(storage: Storage, manifest: CollectiveManifest) -> None:

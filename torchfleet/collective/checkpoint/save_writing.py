@@ -56,6 +56,7 @@ class PlannedSave:
     settings: dict[str, Any]
     extra: dict[str, Any]
     place: Reservation | None  # of the folder; held by rank 0
+    features: list[dict[str, Any]]  # of the model; known to rank 0
 
 
 class Written(Report, kw_only=True):
@@ -157,6 +158,7 @@ def _manifest(planned: PlannedSave, tensors: list[SavedTensor]) -> CollectiveMan
         strategy=planned.settings,
         extra=planned.extra,
         time=time.time(),
+        features=planned.features,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,16 +61,22 @@ def plan_save(
     world: World,
     extra: Mapping[str, Any] | None = None,
     names: Names | None = None,
+    features: Callable[[], list[dict[str, Any]]] = list,
 ) -> tuple[PlannedSave, dict[Key, torch.Tensor]]:
-    """(the plan, this rank's tensors, which share memory with the model's). All ranks call it together."""
+    """(the plan, this rank's tensors, which share memory with the model's). All ranks call it together.
+
+    `features`: called on rank 0, returns those of the model; what it raises is raised on all ranks.
+    """
     own: dict[Key, HeldPiece] = {("model", name): piece for name, piece in model_pieces(model, world).items()}
     failed = place = None
     kept: dict[str, Any] = {}
+    described: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:  # removes the remains of a save that cannot be planned
         try:
             holdings = collect(own, model, optimizer, strategies, world, names)
             kept = as_json(extra or {}, "fleet.save")
             if world.rank == 0:
+                described = features()
                 place = stack.enter_context(_reserve(Storage(dirname)))
                 holdings.number = place.number
         except Exception as error:
@@ -79,7 +85,7 @@ def plan_save(
         plan = assign_writers([holdings.specs for holdings in held])
         settings = as_json(strategies[0].settings.differences() if strategies else {}, "fleet.save")
         stack.pop_all()
-    planned = PlannedSave(Storage(dirname), held[0].number, plan, held, settings, kept, place)
+    planned = PlannedSave(Storage(dirname), held[0].number, plan, held, settings, kept, place, described)
     mine = {(spec.kind, spec.name) for spec in plan[world.rank]}
     return planned, {key: piece.tensor for key, piece in own.items() if key in mine}
 

@@ -108,9 +108,10 @@ def save_tables(
     ranks: Gathering,
     kind: Kind = "full",
     extra: Mapping[str, Any] | None = None,
+    features: Callable[[], list[dict[str, Any]]] = list,
 ) -> int:
     """Save the tables and the network's values; returns the number of the save. All ranks call it together. An error on
-    any rank is raised on all, and leaves the previous save in place.
+    any rank is raised on all, and leaves the previous save in place. `features`: as for plan_save.
     """
     beside, storage = RankTables(tables, ranks), Storage(dirname)
     if ranks.rank:
@@ -121,7 +122,8 @@ def save_tables(
             try:
                 client = stack.enter_context(_keeper(plan, storage))
                 network = dataclasses.replace(plan, sparse={})
-                return save_model(client, network, dirname, _TIMEOUT, kind, extra, beside).number
+                described = features()
+                return save_model(client, network, dirname, _TIMEOUT, kind, extra, beside, described).number
             except Exception as error:
                 beside.refuse(error)
                 raise

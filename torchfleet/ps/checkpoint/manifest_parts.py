@@ -156,6 +156,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_time_set: bool = False  # set by the job; otherwise the wall clock
     extra: dict[str, Any] = {}  # data that the script saves with its model
     num_files: int = 0  # the number of parts
+    features: list[dict[str, Any]] = []  # that belong to the model: data/model_features.py
 
     def links(self) -> list[Link]:
         """The chain: a full save, and the deltas since, in order."""

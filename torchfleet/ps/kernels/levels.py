@@ -25,21 +25,23 @@ def read_level(
     is_open_N: np.ndarray,
     out_NC: np.ndarray,
 ) -> int:
-    """For every i with is_open_N: if the map has keys_N[i], out_NC[i] = its row, and i is no longer open.
+    """For every i with is_open_N[i] = 1: if the map has keys_N[i], out_NC[i] = its row, and is_open_N[i] = 0.
 
-    Rows from `num_alive` on are of keys that were removed: these leave out_NC[i] as it is. Returns how many are open.
+    Rows from `num_alive` on are of keys that were removed: these leave out_NC[i] as it is, and is_open_N[i] = 2.
+    Returns how many are open.
     """
     width, num_words = np.int64(words_RW.shape[1]), np.int64(out_NC.shape[1])
     find(old, new, num_buckets, state, words_RW, keys_N, rows_N, width)
     num_open = 0
     for i in range(len(keys_N)):
-        if is_open_N[i] == 0:
+        if is_open_N[i] != 1:
             continue
         if rows_N[i] < 0:
             num_open += 1
             continue
-        is_open_N[i] = 0
+        is_open_N[i] = 2
         if rows_N[i] < num_alive:
+            is_open_N[i] = 0
             copy_words(out_NC, i * num_words, words_RW, rows_N[i] * width + 2, num_words)
     return num_open
 

@@ -53,9 +53,10 @@ def save_model(
     kind: Kind = "full",
     extra: Mapping[str, Any] | None = None,
     beside: TablesBeside | None = None,
+    features: Sequence[dict[str, Any]] = (),
 ) -> Manifest:
     """Returns when the whole model is on disk. An error leaves the previous model in place. `beside`: tables that are
-    not on the servers.
+    not on the servers. `features`: of the model, as ModelFeatures.saved returns them.
     """
     storage = Storage(dirname)
     kept = as_json(extra or {}, "save_persistables")
@@ -86,6 +87,7 @@ def save_model(
             is_time_set=any(server.is_time_set for server in saved),
             extra=kept,
             num_files=len(parts),
+            features=list(features),
         )
         return _commit(storage, manifest, before if is_delta else None, held)
 

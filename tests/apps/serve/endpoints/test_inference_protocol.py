@@ -168,6 +168,5 @@ def test_damaged_binary_strings_are_refused() -> None:
 def test_numbers_that_are_not_finite_are_refused() -> None:
     for value in (np.nan, np.inf):
         head = json.dumps({"inputs": [IDS, tensor("x", "FP32", [2, 1], None, binary_data_size=8)]}).encode()
-        request = protocol().decode(head + np.array([value, 1], np.float32).tobytes(), len(head))
         with pytest.raises(DataError):
-            Joiner(FEATURES).joined([request.samples])
+            protocol().decode(head + np.array([value, 1], np.float32).tobytes(), len(head))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchfleet import __version__
 from torchfleet.apps.serve.endpoints.access_log import AccessLog
-from torchfleet.apps.serve.endpoints.grpc_tensors import body_of, fill
+from torchfleet.apps.serve.endpoints.grpc_tensors import body_of, fill, without_parameters
 from torchfleet.apps.serve.inference import Inference, Refusal
 from torchfleet.apps.serve.serving_metrics import CLIENT_LEFT, ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
@@ -148,7 +148,7 @@ class GrpcApp:
 
     async def _model_metadata(self, request: Any) -> Any:
         self._check(request.name, request.version)
-        return self._messages.ModelMetadataResponse(**self._model.metadata())
+        return self._messages.ModelMetadataResponse(**without_parameters(self._model.metadata()))
 
     async def _infer(self, request: Any) -> Any:
         self._check(request.model_name, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -72,3 +73,16 @@ def fill(response: Any, outputs: list[tuple[str, bool]], results: Mapping[str, n
             response.raw_output_contents.append(np.ascontiguousarray(array).tobytes())
         else:
             getattr(added.contents, FIELDS[datatype]).extend(array.reshape(-1).tolist())
+
+
+def without_parameters(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a model for ModelMetadataResponse. Its inputs have no field for parameters, so these become
+    properties of the model: the JSON of each input's, as "NAME.parameters".
+    """
+    inputs = [{name: value for name, value in one.items() if name != "parameters"} for one in metadata["inputs"]]
+    properties = {
+        f"{one['name']}.parameters": msgspec.json.encode(one["parameters"]).decode()
+        for one in metadata["inputs"]
+        if "parameters" in one
+    }
+    return {**metadata, "inputs": inputs, **({"properties": properties} if properties else {})}

@@ -77,11 +77,12 @@ class InferenceProtocol:
         self._text = TextSamples(described.text) if has_text and described.text is not None else None
         self._packing = Packing(described.features)
         self._templates = RequestTemplates(self._packing, learn_pause)
-        self._plain = {feature.name: _PlainInput(feature) for feature in described.features}
+        self._plain = {feature.name: _PlainInput(feature) for feature in described.features if feature.is_plain}
 
     def decode(self, body: bytes, json_size: int | None) -> InferRequest:
         """`json_size`: bytes of JSON, which binary tensors follow; None: all of `body` is JSON. Raises DataError."""
         if json_size is None and (known := self._templates.read(body)) is not None:
+            self._packing.check(known[0].packed or {})
             return InferRequest(known[0], "", known[1])
         view = memoryview(body)
         if json_size is not None and not 0 <= json_size <= len(body):
@@ -143,7 +144,7 @@ class InferenceProtocol:
     def _packed(self, inputs: Sequence[RequestInput]) -> Samples | None:
         """Samples of a request that gives each feature as JSON of its own type; None for others, also invalid ones."""
         num = inputs[0].shape[0] if inputs[0].shape else 0
-        if not self._packing.is_possible or len(inputs) != len(self._plain) or not 0 < num <= self._max_batch:
+        if not self._packing.is_possible or len(inputs) != len(self._features) or not 0 < num <= self._max_batch:
             return None
         found: dict[str, list[Any]] = {}
         for one in inputs:
@@ -159,7 +160,9 @@ class InferenceProtocol:
             found[one.name] = data
         if len(found) < len(inputs):
             return None
-        return Samples(num, {}, packed=self._packing.packed(num, found))
+        blocks = self._packing.packed(num, found)
+        self._packing.check(blocks)
+        return Samples(num, {}, packed=blocks)
 
     def _samples(self, inputs: Sequence[RequestInput], rest: memoryview) -> Samples:
         given: dict[str, tuple[RequestInput, Any]] = {}
@@ -217,8 +220,8 @@ class InferenceProtocol:
     def _from_text(self, given: Mapping[str, tuple[RequestInput, Any]]) -> Samples:
         """Lines as training read them, parsed by its parser."""
         one, data = given[TEXT]
-        if len(given) > 1 or one.datatype != "BYTES" or len(one.shape) != 1:
-            raise DataError(f"input '{TEXT}': expected it alone, with datatype BYTES and shape ['samples']")
+        if len(given) > 1 or one.datatype != "BYTES" or len(one.shape) != 1 or isinstance(data, np.ndarray):
+            raise DataError(f"input '{TEXT}': expected it alone, with datatype BYTES, shape ['samples'] and no null")
         if not 0 < len(data) <= self._max_batch:
             raise DataError(f"expected 1 to {self._max_batch} samples in a request, found {len(data)}")
         assert self._text is not None

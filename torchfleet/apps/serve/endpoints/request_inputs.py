@@ -9,7 +9,7 @@ import numpy as np
 
 from torchfleet.apps.serve.tensors import DATATYPES, datatype_of, from_bytes, from_json, strings_from_bytes
 from torchfleet.base.errors import DataError
-from torchfleet.data.features import Feature
+from torchfleet.data.features import Feature, FormerFeature
 
 
 class RequestInput(msgspec.Struct):
@@ -23,7 +23,9 @@ class RequestInput(msgspec.Struct):
 
 
 def data_of(one: RequestInput, rest: memoryview) -> tuple[Any, memoryview]:
-    """(the values of an input, the bytes of `rest` behind its own). Raises DataError."""
+    """(the values of an input, the bytes of `rest` behind its own). Values of JSON with nulls are an array of objects.
+    Raises DataError.
+    """
     if one.datatype != "BYTES" and one.datatype not in DATATYPES:
         raise DataError(f"input '{one.name:.80}': expected one of {', '.join(DATATYPES)}, BYTES as datatype")
     size = one.parameters.get("binary_data_size")
@@ -40,9 +42,30 @@ def data_of(one: RequestInput, rest: memoryview) -> tuple[Any, memoryview]:
 
 
 def as_feature(feature: Feature, one: RequestInput, data: Any) -> Any:
-    """Values that fit the feature's type: strings are hashed or found in the vocabulary, floats are put into the
-    feature's buckets, whole numbers stay whole.
+    """Values that fit the feature's type: strings are hashed or found in the vocabulary, numbers are put into the
+    feature's buckets, and missing ones are filled, as FeatureFile.tensors does it. Raises DataError.
     """
+    if isinstance(feature, FormerFeature):
+        return _as_formerly(feature, one, data)
+    is_plain = feature.is_plain and not feature.hash_size
+    if is_plain and type(data) is list and one.datatype == datatype_of(feature.dtype):
+        return data  # many lists become one array later, which is faster
+    is_missing = None
+    if isinstance(data, np.ndarray) and data.dtype.kind == "O":  # JSON with nulls
+        is_missing = np.array([value is None for value in data])
+        filler: Any = "" if one.datatype == "BYTES" else 0
+        data = [filler if value is None else value for value in data]
+    if one.datatype == "BYTES":
+        return feature.from_strings([utf8(string) for string in data], is_missing)
+    with np.errstate(over="ignore"):  # numbers above the range of their type become infinite, and are refused as such
+        numbers = data if isinstance(data, np.ndarray) else np.array(data, DATATYPES[one.datatype])
+    return feature.from_numbers(numbers, is_missing)
+
+
+def _as_formerly(feature: FormerFeature, one: RequestInput, data: Any) -> Any:
+    """As as_feature, by the rule of version 1 of serving.json."""
+    if isinstance(data, np.ndarray) and data.dtype.kind == "O":
+        raise DataError(f"input '{one.name}': expected {one.datatype} in each place, found a null")
     if one.datatype == "BYTES":
         if feature.dtype != "int64":
             raise DataError(f"input '{one.name}': expected numbers ({feature.dtype}), found strings")

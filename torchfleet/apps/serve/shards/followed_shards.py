@@ -17,6 +17,7 @@ from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.apps.serve.shards.shard_replica import served_save
 from torchfleet.apps.serve.shards.sharded_model import TIMEOUT, ShardedModel, ShardedVersion, endpoints_of, open_sharded
 from torchfleet.apps.serve.versions.follower import FollowSettings
+from torchfleet.apps.serve.versions.level_file import ALIVE, OPEN
 from torchfleet.apps.serve.versions.mapped_model import MappedModel, open_mapped
 from torchfleet.apps.serve.versions.mapped_version import MappedVersion
 from torchfleet.ps.net.keys import KeyFolder
@@ -32,10 +33,15 @@ class OverlaidVersion:
 
     def rows(self, table: str, keys: npt.NDArray[np.int64]) -> Floats:
         """As ModelVersion.rows. Raises ServerUnreachable if no replica of a shard answers."""
-        rows, is_here = self.changed.changed_rows(table, keys)
-        if not is_here.all():
-            rows[~is_here] = self._base.rows(table, keys[~is_here])
-        return rows
+        return self.known_rows(table, keys)[0]
+
+    def known_rows(self, table: str, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """As ModelVersion.known_rows. Raises ServerUnreachable if no replica of a shard answers."""
+        rows, found = self.changed.changed_rows(table, keys)
+        is_known, is_open = found == ALIVE, found == OPEN
+        if is_open.any():
+            rows[is_open], is_known[is_open] = self._base.known_rows(table, keys[is_open])
+        return rows, is_known
 
     def dim(self, table: str) -> int:
         return self._base.dim(table)

@@ -64,6 +64,11 @@ class ShardedVersion:
             cache.put(missing, read)
         return rows[places]
 
+    def known_rows(self, table: str, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """As ModelVersion.known_rows, but servers do not say which ids have a row: a row of zeros counts as none."""
+        rows = self.rows(table, keys)
+        return rows, np.asarray(rows.any(axis=1))
+
     def dim(self, table: str) -> int:
         return self._spec(table).dim
 

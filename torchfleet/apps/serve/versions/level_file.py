@@ -99,6 +99,9 @@ class TableMap:
             yield keys, np.ascontiguousarray(words[:, KEY_WORDS:]).view(np.float32)
 
 
+ALIVE, OPEN, GONE = 0, 1, 2  # of a key: a level has its row, no level has the key, or it was removed
+
+
 def open_own(folder: Path, name: str) -> BinaryIO:
     """Open a file of a folder of versions for reading. Raises CheckpointError if it is a link or in another folder."""
     if os.path.basename(name) != name:
@@ -231,6 +234,12 @@ def rows_of(levels: list[TableMap], dim: int, keys: npt.NDArray[np.int64]) -> Fl
 
 def found_rows(levels: list[TableMap], dim: int, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """(rows as rows_of returns them, mask of the keys that a level has, with a row or as removed)."""
+    rows, found = read_rows(levels, dim, keys)
+    return rows, found != OPEN
+
+
+def read_rows(levels: list[TableMap], dim: int, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.uint8]]:
+    """(rows as rows_of returns them, for each key ALIVE, OPEN or GONE)."""
     out, is_open = np.zeros((len(keys), dim), np.float32), np.ones(len(keys), np.uint8)
     wanted = np.require(keys, np.int64, _OWN).view(np.uint64)
     for start in range(0, len(wanted), CHUNK):
@@ -239,4 +248,4 @@ def found_rows(levels: list[TableMap], dim: int, keys: npt.NDArray[np.int64]) ->
         for level in levels:
             if not level.read(wanted[start:end], is_open[start:end], at, out[start:end]):
                 break
-    return out, is_open == 0
+    return out, is_open

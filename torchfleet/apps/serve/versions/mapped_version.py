@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.apps.serve.versions.level_file import MappedLevel, TableMap, found_rows, open_own, rows_of
+from torchfleet.apps.serve.versions.level_file import ALIVE, MappedLevel, TableMap, open_own, read_rows, rows_of
 from torchfleet.apps.serve.versions.version_description import Description, Network
 from torchfleet.base.errors import CheckpointError
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
@@ -40,11 +40,14 @@ class MappedVersion:
         """As ModelVersion.rows."""
         return rows_of(self._maps_of(table), self.description.tables[table], keys)
 
-    def changed_rows(self, table: str, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """(rows, mask of the keys that this version has, with a row or as removed): for a version that holds the
-        changes since a save.
-        """
-        return found_rows(self._maps_of(table), self.description.tables[table], keys)
+    def known_rows(self, table: str, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """As ModelVersion.known_rows."""
+        rows, found = self.changed_rows(table, keys)
+        return rows, found == ALIVE
+
+    def changed_rows(self, table: str, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.uint8]]:
+        """As level_file.read_rows: for a version that holds the changes since a save."""
+        return read_rows(self._maps_of(table), self.description.tables[table], keys)
 
     def dim(self, table: str) -> int:
         """As ModelVersion.dim."""
