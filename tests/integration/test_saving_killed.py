@@ -123,7 +123,8 @@ def test_a_kill_at_any_operation_leaves_the_last_complete_model(part: jobs.Part,
     manifest = read_manifest(Storage(folder))
     assert held(part, folder) == 1000
     assert sorted(os.listdir(folder)) == [DONEFILE, FILE, manifest.save]
-    assert sorted(os.listdir(tmp_path / "model" / manifest.save)) == sorted(part.file for part in manifest.parts)
+    files = sorted([*(part.file for part in manifest.parts), "serving.json"])
+    assert sorted(os.listdir(tmp_path / "model" / manifest.save)) == files
 
 
 def test_a_first_save_that_is_killed_leaves_no_model_and_the_next_one_is_whole(part: jobs.Part, tmp_path: Path) -> None:

@@ -163,10 +163,12 @@ def test_a_folder_without_a_model_is_named_as_such(tmp_path: Path) -> None:
 
 
 def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
+    trained(Clicks(), tmp_path, [])
+    description = tmp_path / "save-000001" / "serving.json"
     for body in (b"", b"{}", b"[" * 100_000, b'{"features": [], "call": "batch", "format": "other"}'):
-        (tmp_path / "serving.json").write_bytes(body)
-        with pytest.raises(CheckpointError):
+        description.write_bytes(body)
+        with pytest.raises(CheckpointError, match=naming("save-000001", "serving.json")):
             read_description(Storage(str(tmp_path)))
     good = ServingDescription([Feature("a", shape=[1])], "batch")
-    (tmp_path / "serving.json").write_bytes(msgspec.json.encode(good))
+    description.write_bytes(msgspec.json.encode(good))
     assert read_description(Storage(str(tmp_path))) == good

@@ -48,7 +48,8 @@ def test_two_jobs_that_save_into_one_folder_at_once_leave_a_whole_model(tmp_path
             assert held(first, folder) in (number, 100 + number)
             manifest = read_manifest(Storage(folder))
             assert len(os.listdir(folder)) == 3  # manifest, donefile, one save
-            assert sorted(os.listdir(f"{folder}/{manifest.save}")) == sorted(part.file for part in manifest.parts)
+            files = sorted([*(part.file for part in manifest.parts), "serving.json"])
+            assert sorted(os.listdir(f"{folder}/{manifest.save}")) == files
 
 
 def test_a_name_is_given_once_and_its_folder_stays_while_its_process_lives(tmp_path: Path) -> None:

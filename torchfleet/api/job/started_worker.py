@@ -72,6 +72,8 @@ class StartedWorker:
             self._prepare_training()
             if self.info.worker_index == 0:
                 self._load_features(dirname)
+                if dirname is not None and var_names is None:
+                    self.describer.load(Storage(dirname))
         except BaseException:
             self.abandon()
             raise

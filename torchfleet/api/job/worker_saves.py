@@ -53,8 +53,10 @@ class WorkerSaves:
         if self._hybrid is not None:
             self._hybrid.put_network()
         updates, are_others_at_work = self._last_saves.state() if self._membership is not None else ([], False)
-        self.describer.write(storage)  # before the save is complete: processes that follow saves need both
-        saved = save_model(self._client, self._plan, dirname, self._timeout, kind, extra, features=features)
+        described = self.describer.encoded(self._plan)
+        saved = save_model(
+            self._client, self._plan, dirname, self._timeout, kind, extra, features=features, described=described
+        )
         self._saved_to.add(storage.path)
         if self._membership is not None:
             made = LastSave(dirname, kind, extra, updates)

@@ -1,7 +1,11 @@
-"""`serving.json` beside a manifest: what `fleet serve` needs to know of a model besides its tables and parameters."""
+"""`serving.json` of a save: what `fleet serve` needs to know of a model besides its tables and parameters.
+
+Where it lies, and why it belongs to its save: ps/checkpoint/save_files.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,12 +20,13 @@ from torchfleet.base.prepared_types import prepared
 from torchfleet.base.storage import Storage
 from torchfleet.data.features import Feature, FormerFeature, SampleText, as_in_text
 from torchfleet.data.model_features import ModelFeatures, checked, features_in
-from torchfleet.ps.checkpoint.manifest import FILE, read_manifest
-from torchfleet.ps.checkpoint.manifest_file import SERVING, has_manifest, read_body
-from torchfleet.ps.checkpoint.part_writer import write_file
+from torchfleet.ps.checkpoint.manifest import FILE, Manifest, Parameter
+from torchfleet.ps.checkpoint.manifest_file import has_manifest
+from torchfleet.ps.checkpoint.save_files import SERVING, SERVING_FORMAT, SERVING_VERSION, NotDescribed, read_model
+from torchfleet.ps.worker.lookup.plan import Plan
 
-FORMAT = "torchfleet serving"
-VERSION = 2  # in version 1, requests had another rule for numbers: FormerFeature
+FORMAT = SERVING_FORMAT
+VERSION = SERVING_VERSION  # in version 1, requests had another rule for numbers: FormerFeature
 
 
 class ServingDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,19 +52,32 @@ class _Head(msgspec.Struct):
 
 
 def read_description(storage: Storage) -> ServingDescription:
-    """Read the description of a saved model. Raises CheckpointError if it is missing, cannot be read, or is a link out
-    of the folder.
-    """
-    place = storage.place(SERVING)
-    if not storage.exists(SERVING):
-        read_body(storage)  # raises if there is no model at all
-        raise CheckpointError(
-            f"{place} is missing: it has the inputs of the model and its network. A job writes it with each save, once "
-            "its worker 0 has called the model. Save the model again, by fleet.save_inference_model"
-        )
-    storage.check_own(SERVING)
+    """Read the description of a saved model. Raises CheckpointError if it is missing or cannot be read."""
+    return read_saved(storage)[1]
+
+
+def read_saved(storage: Storage) -> tuple[Manifest, ServingDescription]:
+    """The manifest and the description of one save. Raises CheckpointError as read_description does."""
+    manifest, body = read_model(storage)
+    if body is None:
+        raise CheckpointError(not_there(storage.place(SERVING)))
+    return manifest, decoded_description(body, storage.place(f"{manifest.save}/{SERVING}"))
+
+
+def not_there(place: str) -> str:
+    """What to do about a saved model without a description."""
+    return (
+        f"{place} is missing: it has the inputs of the model and its network. A job writes it with each save, once its "
+        "worker 0 has called the model. Save the model again, by fleet.save_inference_model"
+    )
+
+
+def decoded_description(body: bytes, place: str) -> ServingDescription:
+    """Raises CheckpointError, which names `place`, for what is not a description, or says that there is none."""
+    missing = _missing_in(body)
+    if missing:
+        raise CheckpointError(f"{place} has neither inputs nor network: {missing}")
     try:
-        body = storage.read(SERVING)
         is_former = msgspec.json.decode(body, type=prepared(_Head)).version == 1
         kind = _FormerDescription if is_former else ServingDescription
         found: ServingDescription = msgspec.json.decode(body, type=prepared(kind))
@@ -72,14 +90,21 @@ def read_description(storage: Storage) -> ServingDescription:
     return found
 
 
+def _missing_in(body: bytes) -> str:
+    """Why the save with this serving.json cannot be served; empty if it may be."""
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError, ValueError):
+        return msgspec.json.decode(body, type=prepared(NotDescribed)).missing
+    return ""
+
+
 def saved_features(storage: Storage) -> list[Feature]:
     """The features that belong to the model that is saved there; none without a complete save."""
     if not has_manifest(storage):
         return []
-    manifest = read_manifest(storage)
-    if manifest.features or not storage.exists(SERVING):
+    manifest, body = read_model(storage)
+    if manifest.features or body is None or _missing_in(body):
         return features_in(manifest.features, storage.place(FILE))
-    described = read_description(storage)
+    described = decoded_description(body, storage.place(f"{manifest.save}/{SERVING}"))
     return _described_formerly(described) if described.version == 1 else []
 
 
@@ -97,7 +122,7 @@ def _described_formerly(described: ServingDescription) -> list[Feature]:
 
 
 class ModelDescriber:
-    """Watches how a model is called, and writes its description with saves."""
+    """Watches how a model is called, and describes it for saves."""
 
     def __init__(self, model: torch.nn.Module, features: ModelFeatures) -> None:
         """`features`: that belong to the model."""
@@ -107,7 +132,7 @@ class ModelDescriber:
         self._reason = ""
         self._network: NetworkGraph | None = None
         self._is_traced = False
-        self._written: dict[str, bytes] = {}  # by folder
+        self._loaded: tuple[Manifest, ServingDescription] | None = None  # of the save that the job continues
         self.text: SampleText | None = None  # what the dataset of the last pass reads
 
     def note_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -145,14 +170,27 @@ class ModelDescriber:
                 "fleet.replace_features(features)"
             )
 
-    def write(self, storage: Storage) -> None:
-        """Write the description, unless it is there already. Nothing is written if the model was never called."""
-        if self._inputs is None:
-            return
-        body = msgspec.json.encode(self._described())
-        if self._written.get(storage.path) != body or not storage.exists(SERVING):
-            write_file(storage, SERVING, [body])
-            self._written[storage.path] = body
+    def load(self, storage: Storage) -> None:
+        """Note the save that the job continues, if this process can read it: servers may load from where it cannot."""
+        with contextlib.suppress(CheckpointError, OSError):
+            manifest, body = read_model(storage)
+            if body is not None:
+                self._loaded = manifest, decoded_description(body, storage.place(SERVING))
+
+    def encoded(self, plan: Plan) -> bytes | None:
+        """The serving.json of a save that is made now.
+
+        A model that was not called keeps the description of the save that the job continues, if its tables, parameters
+        and buffers have the same names and shapes. None: it has none.
+        """
+        if self._inputs is not None:
+            return msgspec.json.encode(self._described())
+        if self._loaded is not None and _named(self._loaded[0]) == _planned(plan):
+            described = self._loaded[1]
+            if described.version == VERSION:  # features of version 1 keep their rule
+                described = replace(described, features=[self._as_given(feature) for feature in described.features])
+            return msgspec.json.encode(described)
+        return None
 
     def _described(self) -> ServingDescription:
         assert self._inputs is not None
@@ -182,3 +220,19 @@ class ModelDescriber:
 
     def _as_read(self, feature: Feature) -> Feature:
         return feature if self.text is None else as_in_text(feature, self.text)
+
+
+def _named(manifest: Manifest) -> tuple[dict[str, int], dict[str, str]]:
+    """Widths of the tables with rows, and kinds of parameters and buffers, by name."""
+    parameters = [own for table in manifest.tables for own in table.parameters]
+    return {table.name: table.dim for table in manifest.tables if not table.is_dense}, _kinds(parameters)
+
+
+def _planned(plan: Plan) -> tuple[dict[str, int], dict[str, str]]:
+    """As `_named`, of the tables of a job."""
+    parameters = [own for layout in plan.layouts.values() for own in layout]
+    return {name: group.spec.dim for name, group in plan.sparse.items()}, _kinds(parameters)
+
+
+def _kinds(parameters: Sequence[Parameter]) -> dict[str, str]:
+    return {parameter.name: parameter.described for parameter in parameters}

@@ -24,11 +24,12 @@ from torchfleet.ps.checkpoint.manifest import (
     write_donefile,
     write_manifest,
 )
-from torchfleet.ps.checkpoint.manifest_file import SERVING
 from torchfleet.ps.checkpoint.part_writer import Files, Show, write_file
+from torchfleet.ps.checkpoint.save_files import SERVING, copy_beside_manifest, read_model, undescribed
 
 _SAVE = re.compile("save-[0-9]{1,18}")
 _COMPACTED = re.compile("save-[0-9]{12}")
+_NOT_DESCRIBED = "the saves that were compacted had no serving.json"
 
 
 def compact(dirname: str, output: str | None = None, show: Show = lambda text: None) -> Manifest:
@@ -43,7 +44,7 @@ def compact(dirname: str, output: str | None = None, show: Show = lambda text: N
     """
     source = Storage(dirname)
     target = source if output is None else Storage(output)
-    manifest = read_manifest(source)
+    manifest, described = read_model(source)
     in_place = _real(target) == _real(source)
     if in_place and not manifest.base:
         return manifest
@@ -54,14 +55,15 @@ def compact(dirname: str, output: str | None = None, show: Show = lambda text: N
         )
     try:
         made = _made(source, manifest, target, folder, show)
+        write_file(target, f"{folder}/{SERVING}", [undescribed(_NOT_DESCRIBED) if described is None else described])
     except BaseException:
         target.remove_folder(folder)
         raise
-    if not in_place and source.exists(SERVING):
-        source.check_own(SERVING)
-        write_file(target, SERVING, [source.read(SERVING)])
     with alone(target):
-        return _replace(target, made, manifest.links() if in_place else None)
+        replaced = _replace(target, made, manifest.links() if in_place else None)
+        if not in_place:
+            copy_beside_manifest(target, described)
+        return replaced
 
 
 def _real(storage: Storage) -> str:

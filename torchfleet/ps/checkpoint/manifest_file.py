@@ -18,7 +18,6 @@ from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
 
 FILE = "manifest.json"
-SERVING = "serving.json"  # beside the manifest: what serving needs besides (api/serving/description.py)
 _NUMBERED = re.compile(r"manifest-([0-9]{6,18})\.json")
 
 

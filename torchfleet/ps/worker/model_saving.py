@@ -28,11 +28,17 @@ from torchfleet.ps.checkpoint.manifest import (
 )
 from torchfleet.ps.checkpoint.manifest_check import check_manifest
 from torchfleet.ps.checkpoint.manifest_file import FILE, has_manifest, read_body
+from torchfleet.ps.checkpoint.save_files import SERVING, GivenFiles, SaveFiles, copy_beside_manifest, undescribed
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.lookup.dense_group import BytesGroup
 from torchfleet.ps.worker.lookup.plan import Plan
 
 Kind = Literal["full", "delta", "inference"]
+_NOT_DESCRIBED = (
+    "its job had no description of it. Worker 0 of a job with parameter servers has one once it has called the model, "
+    "or if it continues, by fleet.init_worker(dirname), a save that has one, with the same tables and parameters. Save "
+    "the model again after a step of worker 0"
+)
 
 
 class TablesBeside(Protocol):
@@ -54,10 +60,15 @@ def save_model(
     extra: Mapping[str, Any] | None = None,
     beside: TablesBeside | None = None,
     features: Sequence[dict[str, Any]] = (),
+    described: bytes | None = None,
+    files: Sequence[SaveFiles] = (),
 ) -> Manifest:
-    """Returns when the whole model is on disk. An error leaves the previous model in place. `beside`: tables that are
-    not on the servers. `features`: of the model, as ModelFeatures.saved returns them.
+    """Returns when the whole model is on disk. An error leaves the previous model in place.
+
+    `beside`: tables that are not on the servers. `features`: of the model, as ModelFeatures.saved returns them.
+    `described`: the save's serving.json; None: it cannot be served. `files`: more files of the save.
     """
+    serving = GivenFiles({SERVING: undescribed(_NOT_DESCRIBED) if described is None else described})
     storage = Storage(dirname)
     kept = as_json(extra or {}, "save_persistables")
     before = read_manifest(storage) if kind == "delta" and has_manifest(storage) else present_model(storage)
@@ -75,6 +86,9 @@ def save_model(
         if beside is not None:
             parts += beside.write(storage, held.folder, kind, token, parent)
             tables += beside.described(with_state)
+        sizes: dict[str, int] = {}
+        for own in (serving, *files):
+            sizes |= own.write(storage, held.folder, token)
         manifest = Manifest(
             held.folder,
             held.number,
@@ -89,7 +103,7 @@ def save_model(
             num_files=len(parts),
             features=list(features),
         )
-        return _commit(storage, manifest, before if is_delta else None, held)
+        return _commit(storage, manifest, before if is_delta else None, held, sizes, described)
 
 
 def tell_of_replacing(storage: Storage, kind: Kind, known: Collection[str]) -> None:
@@ -108,13 +122,21 @@ def tell_of_replacing(storage: Storage, kind: Kind, known: Collection[str]) -> N
         )
 
 
-def _commit(storage: Storage, manifest: Manifest, before: Manifest | None, held: Reservation) -> Manifest:
+def _commit(
+    storage: Storage,
+    manifest: Manifest,
+    before: Manifest | None,
+    held: Reservation,
+    sizes: Mapping[str, int],
+    described: bytes | None,
+) -> Manifest:
     """Commit the save; `before` is the save that a delta continues, which may have been compacted since it was read.
+    `sizes`: of its files beside the parts. `described`: its serving.json, if it can be served.
 
     The replaced model is removed last, after the new model's files were checked and its manifest was read back.
     """
     with alone(storage):
-        check_written(storage, manifest.save, {part.file: part.bytes for part in manifest.parts})
+        check_written(storage, manifest.save, {part.file: part.bytes for part in manifest.parts} | dict(sizes))
         if before is not None:
             now = read_manifest(storage)
             if now.token != before.token:
@@ -128,6 +150,7 @@ def _commit(storage: Storage, manifest: Manifest, before: Manifest | None, held:
         if write_manifest(storage, manifest) != read_body(storage):
             raise CheckpointError(f"the manifest in {storage.path} is not the one that was written: nothing is removed")
         held.release()
+        copy_beside_manifest(storage, described)
         write_donefile(storage, manifest)
         if before is None:
             remove_others(storage, manifest)

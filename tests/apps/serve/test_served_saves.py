@@ -1,0 +1,190 @@
+"""Graph and numbers that are served belong to one save: after refused, killed and repeated saves, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support import processes
+from support.extras import needing
+from support.messages import naming
+from support.serving import as_json, serving
+from support.signed_model import IDS, Signed, job, predictions
+
+import torchfleet as fleet
+from torchfleet.apps.serve.plain_network import plain_network
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import read_manifest
+
+pytestmark = [pytest.mark.slow, needing("uvicorn", "httptools")]
+
+
+def served(folder: Path) -> list[float]:
+    """What `fleet serve` answers."""
+    with serving(folder) as running:
+        status, found = running.infer(as_json({"ids": IDS}))
+    assert status == 200, found
+    answers: list[float] = found["outputs"][0]["data"]
+    return answers
+
+
+def computed(folder: Path) -> list[float]:
+    """As `served`, without a process."""
+    with torch.no_grad():
+        found: list[float] = plain_network(str(folder), "ids")(IDS)[0].tolist()
+    return found
+
+
+def refusal(folder: Path) -> str:
+    """What `fleet serve` says of a model that it cannot serve."""
+    command = [sys.executable, "-m", "torchfleet.observe.commands", "serve", str(folder), "--port", "0"]
+    done = processes.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    assert done.returncode != 0
+    return str(done.stdout)
+
+
+def test_a_refused_delta_leaves_graph_and_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with job(1.0, 1.0) as model:
+        fleet.save_persistables(str(folder))
+        expected = predictions(model)
+    with job(-1.0, 3.0), pytest.raises(fleet.FleetError):
+        fleet.save_persistables(str(folder), mode=1)
+    assert served(folder) == expected
+
+
+def test_the_graph_of_a_job_that_saves_in_turns_with_another_is_its_own(tmp_path: Path) -> None:
+    folder, script = tmp_path / "model", tmp_path / "other.py"
+    script.write_text(
+        "import sys\n"
+        "import torchfleet as fleet\n"
+        "from support.signed_model import job\n"
+        "with job(-1.0, 3.0):\n"
+        "    fleet.save_persistables(sys.argv[1])\n"
+    )
+    with job(1.0, 1.0) as model:
+        fleet.save_persistables(str(folder))
+        processes.run([sys.executable, str(script), str(folder)], timeout=120, check=True)
+        assert max(computed(folder)) < 0
+        fleet.save_persistables(str(folder))
+        assert served(folder) == computed(folder) == predictions(model)
+
+
+def test_a_job_that_never_called_its_model_saves_no_graph(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with job(1.0, 1.0):
+        fleet.save_persistables(str(folder))
+    with job(-1.0, 3.0, calls=False):
+        fleet.save_persistables(str(folder))
+    text = refusal(folder)
+    assert re.search(naming("serving.json", "worker 0", "fleet.init_worker"), text), text
+    assert not (folder / "serving.json").exists()
+
+
+def test_a_job_that_continues_a_model_keeps_its_graph_until_it_calls_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with job(1.0, 1.0) as model:
+        fleet.save_persistables(str(first))
+        expected = predictions(model)
+    with job(1.0, 5.0, loaded=str(first), calls=False):
+        fleet.save_persistables(str(first), mode=1)
+        fleet.save_persistables(str(second))
+    assert served(second) == computed(first) == expected
+
+
+class Wider(Signed):
+    """Has a buffer more."""
+
+    def __init__(self, sign: float) -> None:
+        super().__init__(sign)
+        self.register_buffer("seen", torch.zeros(2))
+
+
+def test_a_graph_is_not_kept_for_other_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    with monkeypatch.context() as changed:
+        changed.setattr("support.signed_model.Signed", Wider)
+        with job(1.0, 1.0):
+            fleet.save_persistables(str(folder))
+    with job(1.0, 1.0, loaded=str(folder), calls=False):
+        fleet.save_persistables(str(folder))
+    with pytest.raises(fleet.FleetError, match=naming("serving.json", "worker 0")):
+        computed(folder)
+
+
+class Images:
+    """Copies of a folder as a kill would leave it, before each call that changes a name in it."""
+
+    def __init__(self, folder: Path, place: Path) -> None:
+        self._folder, self._place = folder, place
+        self.copies: list[Path] = []
+
+    def __enter__(self) -> None:
+        self._patches = [mock.patch.object(os, name, self._noted(getattr(os, name))) for name in _CALLS]
+        for patch in self._patches:
+            patch.start()
+
+    def __exit__(self, *_: Any) -> None:
+        for patch in self._patches:
+            patch.stop()
+        self.copy()
+
+    def copy(self) -> None:
+        copied = self._place / str(len(self.copies))
+        with mock.patch.multiple(os, **_CALLS):
+            shutil.copytree(self._folder, copied)
+        self.copies.append(copied)
+
+    def _noted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(path: Any, *rest: Any, **named: Any) -> Any:
+            if isinstance(path, (str, Path)) and str(path).startswith(str(self._folder)):
+                self.copy()
+            return call(path, *rest, **named)
+
+        return noted
+
+
+_CALLS: dict[str, Any] = {
+    name: getattr(os, name) for name in ("replace", "rename", "remove", "unlink", "mkdir", "rmdir")
+}
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_a_save_that_is_killed_at_any_moment_leaves_one_model(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "model"
+    with job(1.0, 1.0) as model:
+        fleet.save_persistables(str(folder))
+        first = predictions(model)
+    with job(-1.0, 3.0, loaded=str(folder) if mode else None) as model:
+        images = Images(folder, tmp_path)
+        with images:
+            number = fleet.save_persistables(str(folder), mode=mode)
+        second = predictions(model)
+    assert first != second
+    found = [(read_manifest(Storage(str(copy))).number == number, computed(copy)) for copy in images.copies]
+    assert found == [(is_second, second if is_second else first) for is_second, _ in found]
+    assert {is_second for is_second, _ in found} == {False, True}
+
+
+def test_a_save_of_before_has_its_description_beside_the_manifest(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with job(1.0, 1.0) as model:
+        number = fleet.save_persistables(str(folder))
+        expected = predictions(model)
+    (folder / f"save-{number:06}" / "serving.json").unlink()
+    assert served(folder) == expected
+    fleet_compacted = tmp_path / "compacted"
+    command = [sys.executable, "-m", "torchfleet.observe.commands", "compact", str(folder), "--output"]
+    processes.run([*command, str(fleet_compacted)], timeout=120, check=True)
+    assert computed(fleet_compacted) == expected
+    assert json.loads((fleet_compacted / "serving.json").read_bytes())["network"] is not None
