@@ -45,6 +45,7 @@ from torchfleet.ps.worker.membership import Membership
 from torchfleet.ps.worker.model_state import ModelState, Servers
 from torchfleet.ps.worker.modes.communicator import Communicator
 from torchfleet.ps.worker.peers import Workers
+from torchfleet.ps.worker.sent_buffers import SentBuffers
 
 if TYPE_CHECKING:
     from torchfleet.api.hybrid.hybrid_worker import HybridWorker
@@ -117,7 +118,10 @@ class StartedWorker:
         self._caches = make_caches(self._plan, self.client, self._connect, self._ends)
         self._mode.use_caches(self._caches)
         self.engine = self._mode.engine = Engine(self.communicator, modules, pushed, self._caches)
-        self._saves = WorkerSaves(setup, self.client, self._membership, self._hybrid, lambda: self._mode.communicator)
+        self._buffers = self._sent_buffers()
+        self._saves = WorkerSaves(
+            setup, self.client, self._membership, self._hybrid, lambda: self._mode.communicator, self._buffers
+        )
         if self.info.worker_index == 0:
             self.engine.on_first_call = self.describer.note_call
         self.status = self._known_status = WorkerStatus(
@@ -232,6 +236,14 @@ class StartedWorker:
         else:
             place_blocks(self.model, self.info, self.strategy)
 
+    def _sent_buffers(self) -> SentBuffers | None:
+        """None if they are sent otherwise, or if no other process can follow the servers."""
+        if self.info.worker_index or self.info.is_local or self._hybrid is not None or not self._plan.fixed:
+            return None
+        made = SentBuffers(self._plan.fixed, self._connect)
+        self._ends.callback(made.close)
+        return made
+
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network
         meet = partial(self._wait_for_all, "load_state_dict()", "load_state_dict")
@@ -251,6 +263,8 @@ class StartedWorker:
     def _whole_step_made(self) -> None:
         """Called after a step of all optimizers."""
         self._step_made()
+        if self._buffers is not None:
+            self._buffers.step_made()
         self._tracing.step_made()
         folder = self.info.save_on_stop
         if folder and self.is_asked_to_stop():

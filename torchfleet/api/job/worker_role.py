@@ -77,6 +77,8 @@ class WorkerRole(StartedWorker):
         `alone`: do not wait for other workers in hybrid mode.
         """
         self.communicator.stop()
+        if self._buffers is not None:
+            self._buffers.close()
         if self._hybrid is not None:
             self._hybrid.close(alone)
         final = self.stats()

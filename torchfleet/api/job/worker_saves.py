@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.membership import Membership
 from torchfleet.ps.worker.model_saving import Kind, save_model, tell_of_replacing
 from torchfleet.ps.worker.modes.communicator import Communicator
+from torchfleet.ps.worker.sent_buffers import SentBuffers
 
 if TYPE_CHECKING:
     from torchfleet.api.hybrid.hybrid_worker import HybridWorker
@@ -30,12 +32,16 @@ class WorkerSaves:
         membership: Membership | None,
         hybrid: HybridWorker | None,
         communicator: Callable[[], Communicator],
+        buffers: SentBuffers | None = None,
     ) -> None:
-        """`membership`: None if there are no other workers; `communicator` returns the current one."""
+        """`membership`: None if there are no other workers; `communicator` returns the current one; `buffers` sends
+        those of the model between saves.
+        """
         assert setup.strategy is not None
         assert setup.model is not None
         self._info, self._plan, self._timeout = setup.info, setup.plan, setup.strategy.sync_timeout
         self._client, self._membership, self._hybrid, self._communicator = client, membership, hybrid, communicator
+        self._buffers = buffers
         self.describer = ModelDescriber(setup.model, setup.features)
         fixed = [group.spec.name for group in setup.plan.fixed]
         self._last_saves = LastSaves(client, setup.info, self._timeout, fixed)
@@ -54,9 +60,10 @@ class WorkerSaves:
             self._hybrid.put_network()
         updates, are_others_at_work = self._last_saves.state() if self._membership is not None else ([], False)
         described = self.describer.encoded(self._plan)
-        saved = save_model(
-            self._client, self._plan, dirname, self._timeout, kind, extra, features=features, described=described
-        )
+        with contextlib.nullcontext() if self._buffers is None else self._buffers.resting():
+            saved = save_model(
+                self._client, self._plan, dirname, self._timeout, kind, extra, features=features, described=described
+            )
         self._saved_to.add(storage.path)
         if self._membership is not None:
             made = LastSave(dirname, kind, extra, updates)
