@@ -13,13 +13,15 @@ from typing import Any
 import torch
 import uvicorn
 
+from torchfleet.api.serving.description import read_description
 from torchfleet.apps.serve.endpoints.direct_http import DirectProtocol
 from torchfleet.apps.serve.endpoints.http_app import ServingApp
+from torchfleet.apps.serve.endpoints.inference_protocol import InferenceProtocol
 from torchfleet.apps.serve.inference import Inference
-from torchfleet.apps.serve.predictor import description_of
 from torchfleet.apps.serve.samples import BlockValues, JoinedBatch, Joiner, Samples, split_outputs
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
+from torchfleet.base.storage import Storage
 
 SLOTS = tuple(f"C{i}" for i in range(1, 27))
 
@@ -48,8 +50,8 @@ class PlainServed:
     is_remote = False
 
     def __init__(self, settings: ServeSettings, num_rows: int) -> None:
-        self.described = description_of(settings)
-        self.outputs = [{"name": "output", "datatype": "FP32", "shape": [-1, 2]}]
+        self.described = read_description(Storage(settings.model))
+        self.protocol = InferenceProtocol(self.described, ["output"], settings.max_batch)
         self.version = SimpleNamespace(number=1, created=0.0)
         self.predictor = self
         self._joiner, self._model = Joiner(self.described.features), PlainModel(num_rows).eval()

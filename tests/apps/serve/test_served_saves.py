@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,8 +22,13 @@ from support.serving import as_json, serving
 from support.signed_model import IDS, Signed, job, predictions
 
 import torchfleet as fleet
+from torchfleet.api.serving.description import read_description
 from torchfleet.apps.serve.plain_network import plain_network
+from torchfleet.apps.serve.served_model import ServedModel
+from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint import save_files
+from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.manifest import read_manifest
 
 pytestmark = [pytest.mark.slow, needing("uvicorn", "httptools")]
@@ -176,15 +181,93 @@ def test_a_save_that_is_killed_at_any_moment_leaves_one_model(tmp_path: Path, mo
     assert {is_second for is_second, _ in found} == {False, True}
 
 
-def test_a_save_of_before_has_its_description_beside_the_manifest(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+def test_a_save_of_an_earlier_release_has_its_description_beside_the_manifest(tmp_path: Path) -> None:
+    folder, compacted = tmp_path / "model", tmp_path / "compacted"
     with job(1.0, 1.0) as model:
         number = fleet.save_persistables(str(folder))
         expected = predictions(model)
     (folder / f"save-{number:06}" / "serving.json").unlink()
     assert served(folder) == expected
-    fleet_compacted = tmp_path / "compacted"
-    command = [sys.executable, "-m", "torchfleet.observe.commands", "compact", str(folder), "--output"]
-    processes.run([*command, str(fleet_compacted)], timeout=120, check=True)
-    assert computed(fleet_compacted) == expected
-    assert json.loads((fleet_compacted / "serving.json").read_bytes())["network"] is not None
+    command = [sys.executable, "-m", "torchfleet.observe.commands", "compact", str(folder), "--output", str(compacted)]
+    processes.run(command, timeout=120, check=True)
+    assert computed(compacted) == expected
+    with job(-1.0, 3.0), pytest.raises(fleet.FleetError):
+        fleet.save_persistables(str(folder), mode=1)
+    assert computed(folder) == expected
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_save_that_is_made_while_a_model_is_read_is_read_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old: bool
+) -> None:
+    """`is_old`: the replaced save has its description beside the manifest alone, where the new save's replaces it."""
+    folder = tmp_path / "model"
+    with job(1.0, 1.0):
+        number = fleet.save_persistables(str(folder))
+    if is_old:
+        (folder / f"save-{number:06}" / "serving.json").unlink()
+    expected: list[float] = []
+    read = save_files.serving_of
+
+    def between(storage: Storage, save: str) -> bytes | None:
+        if not expected:
+            with torch.enable_grad(), job(-1.0, 3.0) as model:
+                fleet.save_persistables(str(folder))
+                expected.extend(predictions(model))
+        return read(storage, save)
+
+    monkeypatch.setattr(save_files, "serving_of", between)
+    assert computed(folder) == expected
+
+
+def test_a_compaction_and_deltas_keep_the_graph_of_their_save(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with job(1.0, 1.0):
+        fleet.save_persistables(str(folder))
+    with job(-1.0, 1.0, loaded=str(folder)) as model:
+        fleet.save_persistables(str(folder), mode=1)
+        compact(str(folder))
+        assert computed(folder) == predictions(model)
+        (folder / "serving.json").unlink()  # a copy
+        assert computed(folder) == predictions(model)
+        fleet.save_persistables(str(folder), mode=1)
+        assert computed(folder) == predictions(model)
+
+
+def test_a_store_elsewhere_has_the_description_in_the_save(tmp_path: Path) -> None:
+    place = f"memory://{tmp_path.name}"
+    with job(1.0, 1.0) as model:
+        fleet.save_persistables(place)
+        fleet.save_inference_model(f"{place}-for-prediction")
+        expected = predictions(model)
+    for name in (place, f"{place}-for-prediction"):
+        own = read_manifest(Storage(name)).save
+        assert Storage(name).read(f"{own}/serving.json") == Storage(name).read("serving.json")
+        with torch.no_grad():
+            assert plain_network(name, "ids")(IDS)[0].tolist() == expected
+
+
+class OpenSource:
+    """A source whose version has no table that the graph looks up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.is_open = True
+        self._described = read_description(Storage(str(folder)))
+
+    def current(self) -> Any:
+        return SimpleNamespace(number=1, described=self._described, tables={}, parameters=dict, dim=lambda table: 7)
+
+    def tell(self, take: Callable[[Any], None]) -> None:
+        take(self.current())
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def test_a_model_that_cannot_be_served_closes_its_source(tmp_path: Path) -> None:
+    with job(1.0, 1.0):
+        fleet.save_persistables(str(tmp_path))
+    source = OpenSource(tmp_path)
+    with pytest.raises(fleet.FleetError, match=naming("rows", 7, 1)):
+        ServedModel(ServeSettings(str(tmp_path)).checked(), source)
+    assert not source.is_open

@@ -135,6 +135,8 @@ class Batcher:
         taken: list[Waiting] = []
         num, oldest = 0, time.monotonic() - self._timeout
         while self._queue and (not taken or num + self._queue[0].samples.num <= self._max_batch):
+            if taken and self._queue[0].samples.decoded_by is not taken[0].samples.decoded_by:
+                break  # another model answers it, in the next batch
             waiting = self._queue.popleft()
             self._num_waiting -= waiting.samples.num
             if not waiting.receiver.is_waiting():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from torchfleet.apps.serve.batching import Batcher, QueueFull, Receiver, TookTooLong
-from torchfleet.apps.serve.endpoints.inference_protocol import InferenceProtocol, InferRequest
+from torchfleet.apps.serve.endpoints.inference_protocol import InferBody, InferenceProtocol, InferRequest
 from torchfleet.apps.serve.predictor import WrongRequest
 from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.served_model import ServedModel
@@ -36,8 +36,7 @@ class Inference:
     def __init__(self, model: ServedModel, settings: ServeSettings, metrics: ServingMetrics) -> None:
         self.model, self._metrics, self._timeout = model, metrics, settings.timeout_s
         self.is_ending = False  # this process was told to end, and answers what still comes
-        metrics.tables = model.predictor.tables[:MAX_TABLES]
-        self.protocol = InferenceProtocol(model.described, [o["name"] for o in model.outputs], settings.max_batch)
+        metrics.tables = sorted(model.version.tables)[:MAX_TABLES]
         self._batcher = Batcher(
             self._predicted,
             settings.batch_wait_ms / 1000,
@@ -60,6 +59,25 @@ class Inference:
             self._metrics.version(version.number, version.created)
             self.model.look()
             await asyncio.sleep(_LOOK)
+
+    @property
+    def protocol(self) -> InferenceProtocol:
+        """Of the current version."""
+        return self.model.predictor.protocol
+
+    def decode(self, body: bytes, json_size: int | None) -> InferRequest:
+        """As InferenceProtocol.decode. The model whose features decode it answers it."""
+        predictor = self.model.predictor
+        request = predictor.protocol.decode(body, json_size)
+        request.samples.decoded_by = predictor
+        return request
+
+    def request(self, found: InferBody, rest: memoryview) -> InferRequest:
+        """As InferenceProtocol.request. The model whose features decode it answers it."""
+        predictor = self.model.predictor
+        request = predictor.protocol.request(found, rest)
+        request.samples.decoded_by = predictor
+        return request
 
     def check_version(self, asked: str) -> None:
         """Raises Refusal unless `asked` is the version that is served now, or ""."""
@@ -101,9 +119,10 @@ class Inference:
         return error if isinstance(error, Refusal) else None
 
     def _predicted(self, requests: Sequence[Samples]) -> list[Any]:
-        """Like Predictor.predict; also puts the figures of its lookups into the metrics."""
-        results: list[Any] = self.model.predictor.predict(requests)
-        if unknown := self.model.predictor.take_unknown_ids():
+        """As Predictor.predict, by what decoded the requests; also puts the figures of its lookups into the metrics."""
+        predictor = self.model.predictor_of(requests)
+        results: list[Any] = predictor.predict(requests)
+        if unknown := predictor.take_unknown_ids():
             self._metrics.unknown_ids(unknown)
         if self.model.is_remote:
             self._metrics.shards(self.model.shard_counts)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from torchfleet.api.serving.description import ServingDescription
 
 
 class ModelVersion(Protocol):
@@ -15,6 +17,16 @@ class ModelVersion(Protocol):
 
     number: int  # grows by one with every version that is taken over
     created: float  # time.time() of the newest training step in it
+
+    @property
+    def described(self) -> ServingDescription:
+        """Features and graph, of the same save as the rest. Raises CheckpointError if that save has none."""
+        ...
+
+    @property
+    def tables(self) -> Mapping[str, int]:
+        """The tables with rows, and how many numbers a row has."""
+        ...
 
     def rows(self, table: str, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """The rows of `keys`, [len(keys), dim]. Keys may repeat; an id without a row reads as zeros."""
@@ -40,6 +52,12 @@ class ModelSource(Protocol):
 
     def current(self) -> ModelVersion:
         """The newest version. Never blocks; the same object until the next version is taken over."""
+        ...
+
+    def tell(self, take: Callable[[Any], None]) -> None:
+        """Call `take` with the current version now, and with every later one, in a thread of the source, before it
+        becomes current. A version at which it raises an error does not become current.
+        """
         ...
 
     def close(self) -> None:

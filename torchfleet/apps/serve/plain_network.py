@@ -11,13 +11,13 @@ import torch
 
 from torchfleet.api.infer import load_tensors
 from torchfleet.api.plain_layers import KeyedEmbedding
-from torchfleet.api.serving.description import ServingDescription, read_description
+from torchfleet.api.serving.description import ServingDescription, read_saved
 from torchfleet.api.serving.graph_sizes import check_sizes, rows_like
 from torchfleet.api.serving.network_graph import POOLED, ROWS, NetworkGraph, Step, constants_of, filled, steps_of
 from torchfleet.base.errors import CheckpointError, ModelError
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.chain import live_rows
-from torchfleet.ps.checkpoint.manifest import Manifest, read_manifest
+from torchfleet.ps.checkpoint.manifest import Manifest
 
 Given = Literal["ids", "rows"]  # what a network is given: ids of features, or the rows of its lookups
 
@@ -157,8 +157,7 @@ class PlainNetwork(torch.nn.Module):
 def plain_network(folder: str, given: Given) -> PlainNetwork:
     """The network of a saved model, in eval mode. Raises CheckpointError or ModelError if the model has no network."""
     storage = Storage(folder)
-    manifest = read_manifest(storage)
-    described = read_description(storage)
+    manifest, described = read_saved(storage)
     names = [table.name for table in manifest.tables if not table.is_dense]
     layers = {name: _layer_of(storage, manifest, name) for name in names} if given == "ids" else None
     return PlainNetwork(described, load_tensors(storage, manifest), layers).eval()

@@ -30,6 +30,7 @@ class Samples:
     values: dict[str, Numbers]
     lengths: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     packed: dict[str, npt.NDArray[Any]] | None = None
+    decoded_by: object = None  # a batch has samples of one
 
 
 class Packing:

@@ -1,40 +1,46 @@
-"""A model that is ready to be served: its versions, its network, and its description for the protocol."""
+"""A model that is ready to be served: its versions, what computes them, and its description for the protocol."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchfleet.api.serving.description import ServingDescription, read_saved
 from torchfleet.apps.serve.model_version import ModelSource, ModelVersion
-from torchfleet.apps.serve.predictor import Predictor, description_of, network_of, zeros
+from torchfleet.apps.serve.predictor import Predictor, Result
+from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.apps.serve.shards.followed_shards import FollowedShards, open_followed_shards
 from torchfleet.apps.serve.shards.sharded_model import ShardedModel, open_sharded
-from torchfleet.apps.serve.tensors import datatype_of
 from torchfleet.apps.serve.versions.mapped_model import MappedModel, open_mapped
-from torchfleet.data.features import Feature
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import FILE
 
 
 class ServedModel:
-    """Opens the model of a folder and computes one sample of zeros, so that an error comes before the first request."""
+    """Opens the model of a folder. A new version becomes current as a whole: features, graph and numbers.
+
+    If its description or the shapes of its numbers differ, the source's thread makes another Predictor first and
+    computes a sample with it; an error keeps the old version. A request is answered by the Predictor that decoded it.
+    """
 
     def __init__(self, settings: ServeSettings, source: ModelSource | None = None) -> None:
         """`source`: where the versions come from; None: from the folder or the servers that `settings` names."""
-        self.described = description_of(settings)
-        self._name = settings.name
+        self._settings = settings
         self._source = source or _opened(settings)
         self.is_remote = bool(getattr(self._source, "is_remote", False))  # reading rows waits for other machines
-        network = network_of(settings, self.described, self._source.current())
-        self.predictor = Predictor(self._source, network, self.described)
-        (result,) = self.predictor.predict([zeros(self.described)])
-        if isinstance(result, Exception):
-            raise result
-        self.predictor.take_unknown_ids()  # of the zeros
-        self.outputs: list[dict[str, Any]] = [
-            {"name": name, "datatype": datatype_of(array.dtype.name), "shape": [-1, *array.shape[1:]]}
-            for name, array in result[1].items()
-        ]
-        self._inputs = [_input_of(feature) for feature in self.described.features]
+        try:
+            self.predictor = Predictor(settings, self._source.current())
+            self._source.tell(self._take)
+        except BaseException:
+            self._source.close()
+            raise
+
+    @property
+    def described(self) -> ServingDescription:
+        """Of the current version."""
+        return self.predictor.described
 
     @property
     def shard_counts(self) -> Mapping[str, float]:
@@ -48,7 +54,17 @@ class ServedModel:
 
     @property
     def version(self) -> ModelVersion:
-        return self._source.current()
+        """The current one."""
+        return self.predictor.version
+
+    def predictor_of(self, requests: Sequence[Samples]) -> Predictor:
+        """The Predictor that decoded these requests, which must be the same for all."""
+        predictor = requests[0].decoded_by
+        return predictor if isinstance(predictor, Predictor) else self.predictor
+
+    def predict(self, requests: Sequence[Samples]) -> list[Result | Exception]:
+        """As Predictor.predict, by the Predictor that decoded them."""
+        return self.predictor_of(requests).predict(requests)
 
     @property
     def is_ready(self) -> bool:
@@ -62,40 +78,31 @@ class ServedModel:
 
     def metadata(self) -> dict[str, Any]:
         """As `GET v2/models/M` returns it."""
+        predictor = self.predictor
         return {
-            "name": self._name,
-            "versions": [str(self.version.number)],
+            "name": self._settings.name,
+            "versions": [str(predictor.version.number)],
             "platform": "torchfleet",
-            "inputs": self._inputs,
-            "outputs": self.outputs,
+            "inputs": predictor.inputs,
+            "outputs": predictor.outputs,
         }
 
     def close(self) -> None:
         self._source.close()
 
-
-def _input_of(feature: Feature) -> dict[str, Any]:
-    """An input in the model's metadata: the datatype that the feature is meant for, and how values become ids."""
-    if feature.takes_strings and (feature.vocabulary or feature.hash_size or feature.hash_seed):
-        datatype = "BYTES"
-    else:
-        datatype = "FP32" if feature.buckets else datatype_of(feature.dtype)
-    found = {
-        "vocabulary_size": len(feature.vocabulary),
-        "buckets": feature.buckets,
-        "hash_size": feature.hash_size,
-        "hash_seed": feature.hash_seed,
-        "num_ids": feature.num_ids,
-    }
-    parameters = {name: value for name, value in found.items() if value}
-    if feature.missing is not None:
-        parameters["missing"] = feature.missing
-    shape = [-1, -1] if feature.shape is None else [-1, *feature.shape]
-    made = {"name": feature.name, "datatype": datatype, "shape": shape}
-    return {**made, "parameters": parameters} if parameters else made
+    def _take(self, version: ModelVersion) -> None:
+        """Make a version current. Runs in the thread of the source."""
+        if self.predictor.fits(version):
+            self.predictor.version = version
+        else:
+            self.predictor = Predictor(self._settings, version)
 
 
 def _opened(settings: ServeSettings) -> ModelSource:
+    storage = Storage(settings.model)
+    if not storage.exists(FILE):
+        raise CheckpointError(f"there is no saved model in {storage.path}: {FILE} is missing")
+    read_saved(storage)  # a model that cannot be served is refused before its rows are read
     if settings.shards:
         return open_followed_shards(settings) if settings.follow else open_sharded(settings)
     servers, keys = settings.followed, settings.key_dir or None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class UserNetwork:
                 "tensors, or with one batch, and save it again"
             )
         self._takes_batch = described.call == "batch"
-        self._model = _made(place).eval()
+        self._model = _made(place).eval()  # one of its own: another may be computing in another thread
         convert(self._model, saved_as_tables(self._model, tables))
         self._rows, modules = VersionRows(), sparse_embeddings(self._model)
         self._rows.unknown_ids.update(dict.fromkeys(sorted(modules), 0))
@@ -96,6 +97,15 @@ class UserNetwork:
 
 
 def _made(place: str) -> torch.nn.Module:
+    model = _factory(place)()
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"--network: expected {place} to make a torch.nn.Module, found {type(model).__name__}")
+    return model
+
+
+@functools.cache
+def _factory(place: str) -> Callable[[], Any]:
+    """What makes the module. Its file is executed once."""
     path, _, factory = place.rpartition(":")
     if not path or not factory.isidentifier() or not Path(path).is_file():
         raise ModelError(f"--network: expected FILE.py:FACTORY with a file that is there, found {place!r}")
@@ -105,10 +115,7 @@ def _made(place: str) -> torch.nn.Module:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as for a script: its own imports are beside it
     spec.loader.exec_module(module)
-    made = getattr(module, factory, None)
+    made: Any = getattr(module, factory, None)
     if not callable(made):
         raise ModelError(f"--network: {path} has no {factory}")
-    model = made()
-    if not isinstance(model, torch.nn.Module):
-        raise ModelError(f"--network: expected {factory}() to make a torch.nn.Module, found {type(model).__name__}")
-    return model
+    return made  # type: ignore[no-any-return]

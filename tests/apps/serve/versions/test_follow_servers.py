@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -259,3 +260,20 @@ def test_a_full_disk_loses_no_change(training: Training, monkeypatch: pytest.Mon
 
 def _full(*_: object) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_the_graph_of_a_newer_save_comes_with_the_servers_numbers(training: Training) -> None:
+    """Servers have no graph: a job that was changed and started again has saved one."""
+    training.chain.storage.write("serving.json", [b"1"])
+    training.chain.save(1, {"items": [(1, 1)]}, full=True)
+    for number in (1, 2):
+        training.train()
+        training.follower.step()
+        training.follower.step()
+        training.assert_follows()
+        model = training.version().description.model
+        assert model is not None
+        assert model.sha256 == hashlib.sha256(str(number).encode()).hexdigest()
+        training.chain.storage.write("serving.json", [b"2"])
+        training.chain.save(1, {"items": [(1, 1)]}, full=True)
+        training.follower._look_at_saves = 0.0

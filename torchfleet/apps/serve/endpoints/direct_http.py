@@ -108,7 +108,7 @@ class Exchange:
         body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         self.parts = []
         try:
-            self._request = self._app.inference.protocol.decode(body, self._json_size)
+            self._request = self._app.inference.decode(body, self._json_size)
         except Exception as error:
             self.receive(error)
             return

@@ -152,7 +152,7 @@ class GrpcApp:
 
     async def _infer(self, request: Any) -> Any:
         self._check(request.model_name, "")
-        asked = self._inference.protocol.request(*body_of(request))
+        asked = self._inference.request(*body_of(request))
         number, results = await self._inference.compute(asked, request.model_version)
         response = self._messages.ModelInferResponse(
             model_name=self._settings.name, model_version=number, id=request.id

@@ -173,7 +173,7 @@ class ServingApp:
         json_size, length = sizes_of(scope["headers"])
         if length is not None and length > self.settings.max_body:
             raise self._too_large()
-        request = self.inference.protocol.decode(await self._body(receive), json_size)
+        request = self.inference.decode(await self._body(receive), json_size)
         number, results = await self.inference.compute(request, version)
         if await _has_left(receive):
             raise ClientLeft

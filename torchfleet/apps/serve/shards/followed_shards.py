@@ -7,12 +7,13 @@ version, however many shards its rows are on.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchfleet.api.serving.description import ServingDescription
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.apps.serve.shards.shard_replica import served_save
 from torchfleet.apps.serve.shards.sharded_model import TIMEOUT, ShardedModel, ShardedVersion, endpoints_of, open_sharded
@@ -43,6 +44,16 @@ class OverlaidVersion:
             rows[is_open], is_known[is_open] = self._base.known_rows(table, keys[is_open])
         return rows, is_known
 
+    @property
+    def described(self) -> ServingDescription:
+        """As ModelVersion.described."""
+        return self.changed.described
+
+    @property
+    def tables(self) -> Mapping[str, int]:
+        """As ModelVersion.tables."""
+        return self._base.tables
+
     def dim(self, table: str) -> int:
         return self._base.dim(table)
 
@@ -64,6 +75,10 @@ class FollowedShards:
         if self._version.changed is not changed:
             self._version = OverlaidVersion(changed, self._base.current())
         return self._version
+
+    def tell(self, take: Callable[[OverlaidVersion], None]) -> None:
+        """As ModelSource.tell."""
+        self._changes.tell(lambda changed: take(OverlaidVersion(changed, self._base.current())))
 
     def metrics(self) -> dict[str, float]:
         """As ShardedModel.metrics."""

@@ -8,20 +8,21 @@ fleet serve MODEL --shards 127.0.0.1:7000,127.0.0.1:7001
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from torchfleet.api.infer import load_tensors
+from torchfleet.api.serving.description import ServingDescription, read_saved
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.apps.serve.shards.hedged_read import Shard, finish
 from torchfleet.apps.serve.shards.row_cache import RowCache
 from torchfleet.apps.serve.shards.shard_replica import ServedSave, ServedShard, ShardReplica
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.base.storage import Storage
-from torchfleet.ps.checkpoint.manifest import Manifest, read_manifest
+from torchfleet.ps.checkpoint.manifest import Manifest
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.server.read_only import served_spec
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
@@ -38,12 +39,14 @@ class ShardedVersion:
     def __init__(
         self,
         manifest: Manifest,
+        described: ServingDescription,
         parameters: Mapping[str, torch.Tensor],
         specs: Mapping[str, TableSpec],
         shards: Sequence[Shard],
         cache_bytes: int,
     ) -> None:
         self.number, self.created = manifest.number, manifest.time
+        self.described = described
         self._parameters, self._specs, self._shards = parameters, specs, shards
         self.caches: dict[str, RowCache] = {}
         if cache_bytes and specs:
@@ -68,6 +71,11 @@ class ShardedVersion:
         """As ModelVersion.known_rows, but servers do not say which ids have a row: a row of zeros counts as none."""
         rows = self.rows(table, keys)
         return rows, np.asarray(rows.any(axis=1))
+
+    @property
+    def tables(self) -> Mapping[str, int]:
+        """As ModelVersion.tables."""
+        return {name: spec.dim for name, spec in self._specs.items()}
 
     def dim(self, table: str) -> int:
         return self._spec(table).dim
@@ -124,7 +132,7 @@ class ShardedModel:
                 f"{len(backups)}"
             )
         storage = Storage(folder)
-        manifest = read_manifest(storage)
+        manifest, described = read_saved(storage)
         specs = {table.name: served_spec(table) for table in manifest.tables if not table.is_dense}
         held = held or ServedSave(manifest.save, manifest.token)
         columns = [list(shards), list(backups)] if backups else [list(shards)]
@@ -136,13 +144,18 @@ class ShardedModel:
         try:
             for one in self._shards:
                 _check(one)
-            self._version = ShardedVersion(manifest, load_tensors(storage, manifest), specs, self._shards, cache_bytes)
+            tensors = load_tensors(storage, manifest)
+            self._version = ShardedVersion(manifest, described, tensors, specs, self._shards, cache_bytes)
         except BaseException:
             self.close()
             raise
 
     def current(self) -> ShardedVersion:
         return self._version
+
+    def tell(self, take: Callable[[ShardedVersion], None]) -> None:
+        """As ModelSource.tell. There are no later versions."""
+        take(self._version)
 
     def close(self) -> None:
         for one in self._shards:

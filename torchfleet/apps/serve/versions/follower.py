@@ -26,6 +26,7 @@ RETRY = 5.0  # seconds until a save that could not be read, or a version that co
 FILES_AFTER = 10.0  # seconds without an answer of the servers, after which newer saves are taken over
 REST = 40.0  # the pause before the next request, in times that the last replies took: training comes first
 LONGEST_REST = 1.2  # seconds
+LOOKS_AT_SAVES = 5  # looks for changes on servers for each look for a new save, which brings their graph
 _PATIENCE = Patience(timeout=3.0, retries=1)
 
 
@@ -52,6 +53,7 @@ class Follower:
         self.maker = VersionMaker(folder, settings.keep, settings.spacing, say, bool(settings.base))
         self._chain = SavedChain(settings.model, settings.base, settings.base_time)
         self._retry_at, self._last_gap = 0.0, ""
+        self._look_at_saves, self._lacks_model = 0.0, ""
         self._pushed: PushedRows | None = None
         self._client: Subscriber | None = None
         self._answered = time.monotonic()  # when the servers last answered
@@ -116,7 +118,7 @@ class Follower:
         for link in news.links:
             try:
                 level = self._chain.write(news, link, self.maker.stack)
-                network = self._chain.network(news, link)
+                network, model = self._chain.network(news, link), self._chain.model(link)
             except CheckpointError as error:
                 if self._chain.is_replaced:  # a save made meanwhile has replaced it: that one is read next
                     return
@@ -125,7 +127,7 @@ class Follower:
             created = news.created if link is news.links[-1] else link.time
             source = f"save {link.number} of {self._chain.storage.path}"
             self.maker.manifest = news.manifest
-            self.maker.take([level], news.is_whole and link is news.links[0], network, created, source)
+            self.maker.take([level], news.is_whole and link is news.links[0], network, created, source, model)
             self._chain.taken = link
 
     def _note_gap(self, text: str) -> None:
@@ -144,7 +146,7 @@ class Follower:
                 self._disconnect()
                 self._take_changes()
             self._answered = time.monotonic()
-            self.maker.trouble("")
+            self.maker.trouble(self._lacks_model)
         except FleetError as error:
             self._retry_at = time.monotonic() + RETRY / 5
             self.maker.trouble(f"the servers cannot be followed: {error}")
@@ -164,9 +166,24 @@ class Follower:
         if found is None:
             raise ServerRestarted("a server was restarted while its rows were read")
         levels, is_network_new = found
-        if base is not None or levels or is_network_new:
+        model = self._newest_model()
+        if base is not None or levels or is_network_new or model is not None:
             network = pushed.network() if base is not None or is_network_new else None
-            self.maker.take([*levels, *(base or [])], base is not None, network, pushed.created, "the servers")
+            self.maker.take([*levels, *(base or [])], base is not None, network, pushed.created, "the servers", model)
+
+    def _newest_model(self) -> bytes | None:
+        """The serving.json of a save that was made since the last look: servers have no graph. None: as before."""
+        now = time.monotonic()
+        if now < self._look_at_saves:
+            return None
+        self._look_at_saves = now + self._settings.every * LOOKS_AT_SAVES
+        try:
+            found = self._chain.newest_model()
+            self._lacks_model = ""
+            return found
+        except CheckpointError as error:
+            self._lacks_model = f"the graph of the newest save cannot be read: {error}"
+            return None
 
     def _subscription(self) -> PushedRows:
         assert self.maker.manifest is not None

@@ -229,13 +229,7 @@ class TableWriter:
 
 def rows_of(levels: list[TableMap], dim: int, keys: npt.NDArray[np.int64]) -> Floats:
     """The rows of `keys` in a stack of levels, newest first; zeros for a key without a row."""
-    return found_rows(levels, dim, keys)[0]
-
-
-def found_rows(levels: list[TableMap], dim: int, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """(rows as rows_of returns them, mask of the keys that a level has, with a row or as removed)."""
-    rows, found = read_rows(levels, dim, keys)
-    return rows, found != OPEN
+    return read_rows(levels, dim, keys)[0]
 
 
 def read_rows(levels: list[TableMap], dim: int, keys: npt.NDArray[np.int64]) -> tuple[Floats, npt.NDArray[np.uint8]]:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,6 +30,7 @@ from torchfleet.base.errors import CheckpointError
 from torchfleet.base.monitor.notices import tell
 from torchfleet.base.own_folders import OwnFolder
 
+Take = Callable[[MappedVersion], None]
 LOOK = 0.05  # seconds between two looks for another version
 GUARD = 1.0  # seconds between two looks for the writer
 WAIT = 600.0  # seconds for the first version: a large model is read once
@@ -49,6 +50,9 @@ class MappedModel:
         self._told = ""
         self._num_failed = 0  # writers that ended by an error
         self._over = threading.Event()
+        self._swap = threading.Lock()
+        self._take: Take | None = None
+        self._refused = ""  # why the newest version did not become current
         try:
             self._version = self._first(wait)
             for table in self._version.description.tables:  # loads the kernels, so that no request waits for it
@@ -62,6 +66,12 @@ class MappedModel:
     def current(self) -> MappedVersion:
         """As ModelSource.current."""
         return self._version
+
+    def tell(self, take: Take) -> None:
+        """As ModelSource.tell."""
+        with self._swap:
+            take(self._version)
+            self._take = take
 
     def status(self) -> Status:
         """The writer's state, and the troubles that it has met."""
@@ -81,7 +91,7 @@ class MappedModel:
             "follow_gaps_total": status.num_gaps,
             "follow_resyncs_total": status.num_resyncs,
             "follow_disk_full_total": status.num_disk_full,
-            "follow_is_in_trouble": float(bool(status.trouble)),
+            "follow_is_in_trouble": float(bool(status.trouble or self._told or self._refused)),
             "follow_pinned_version": status.pinned,
             "follow_checked_seconds_ago": max(0.0, time.time() - status.checked),
         }
@@ -134,10 +144,24 @@ class MappedModel:
             if mark != seen and (found := self._next()) is not None:
                 seen = mark
                 if found.number != self._version.number:
-                    self._version = found
+                    self._make_current(found)
             if self._follow and time.monotonic() - guarded > GUARD:
                 guarded = time.monotonic()
                 self._guard()
+
+    def _make_current(self, found: MappedVersion) -> None:
+        """An error of the receiver is reported once, and the version that was current stays."""
+        with self._swap:
+            try:
+                if self._take is not None:
+                    self._take(found)
+            except Exception as error:
+                text = f"{found.description.source} cannot be served: {type(error).__name__}: {error}"
+                if text != self._refused:
+                    tell(f"torchfleet serve: {text.removesuffix('.')}. Version {self._version.number} stays.")
+                self._refused = text
+                return
+            self._version, self._refused = found, ""
 
     def _next(self) -> MappedVersion | None:
         """As `_mapped`. An error is reported once, and the version that was mapped before stays."""

@@ -11,12 +11,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchfleet.api.serving.description import ServingDescription, decoded_description, not_there
 from torchfleet.apps.serve.versions.level_file import ALIVE, MappedLevel, TableMap, open_own, read_rows, rows_of
-from torchfleet.apps.serve.versions.version_description import Description, Network
+from torchfleet.apps.serve.versions.version_description import DescribedModel, Description, Network
 from torchfleet.base.errors import CheckpointError
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
+from torchfleet.ps.checkpoint.save_files import SERVING
 from torchfleet.ps.tables.settings.spec import Floats
 from torchfleet.ps.worker.lookup.dense_group import write_words
+
+
+class _MappedModel:
+    """The serving.json of a version, which is decoded when it is first asked for."""
+
+    def __init__(self, folder: Path, model: DescribedModel | None) -> None:
+        self.model = model
+        self._described: ServingDescription | None = None
+        self._body = b""
+        if model is not None:
+            with open_own(folder, model.file) as file:
+                self._body = file.read()
+
+    def described(self) -> ServingDescription:
+        if self._described is None:
+            if self.model is None:
+                raise CheckpointError(not_there(SERVING))
+            self._described = decoded_description(self._body, SERVING)
+        return self._described
 
 
 class MappedVersion:
@@ -35,6 +56,20 @@ class MappedVersion:
             name: [mapped.tables[name] for mapped in stack if name in mapped.tables] for name in description.tables
         }
         self._parameters = _parameters(folder, description.network)
+        is_same = before is not None and before.description.model == description.model
+        self._model: _MappedModel = (
+            before._model if before is not None and is_same else _MappedModel(folder, description.model)
+        )
+
+    @property
+    def described(self) -> ServingDescription:
+        """As ModelVersion.described."""
+        return self._model.described()
+
+    @property
+    def tables(self) -> Mapping[str, int]:
+        """As ModelVersion.tables."""
+        return self.description.tables
 
     def rows(self, table: str, keys: npt.NDArray[np.int64]) -> Floats:
         """As ModelVersion.rows."""

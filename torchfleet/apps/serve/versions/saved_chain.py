@@ -18,9 +18,12 @@ from torchfleet.ps.checkpoint import part_file
 from torchfleet.ps.checkpoint.manifest import FILE, Link, Manifest, Parameter, Part, Table, read_manifest
 from torchfleet.ps.checkpoint.narrow_arrays import widened
 from torchfleet.ps.checkpoint.part_reader import read_dense, read_parts
+from torchfleet.ps.checkpoint.save_files import read_model, serving_of, undescribed
 from torchfleet.ps.kernels.rows import all_finite
 from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.settings.spec import Floats
+
+_NOT_WRITTEN = "it is missing. A job writes it with each save, once its worker 0 has called the model: save it again"
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class SavedChain:
         self.storage = Storage(folder)
         self.taken: Link | None = None
         self._seen: object = None  # `_mark` of the manifest that was read last
+        self._seen_alone: object = None  # the same of `newest_model`
 
     def news(self) -> News | None:
         """What was saved since the last call, or is left to be applied; None if there is nothing.
@@ -95,6 +99,24 @@ class SavedChain:
         manifest = msgspec.structs.replace(news.manifest, save=link.save, parts=link.parts)
         blocks = [read_dense(self.storage, manifest, table)[0] for table in dense_tables(manifest)]
         return np.concatenate([np.empty(0, np.float32), *blocks])
+
+    def model(self, link: Link) -> bytes:
+        """The serving.json of a save. Raises CheckpointError if the save was replaced meanwhile."""
+        found = serving_of(self.storage, link.save)
+        if self.is_replaced:  # the file beside the manifest may be the new save's
+            raise CheckpointError(f"{self.storage.place(link.save)} was replaced while it was read")
+        return undescribed(_NOT_WRITTEN) if found is None else found
+
+    def newest_model(self) -> bytes | None:
+        """The serving.json of the newest save, for who reads rows elsewhere; None if no save was made since the last
+        call that returned one. Raises CheckpointError if it cannot be read.
+        """
+        mark = self._mark()
+        if mark is None or mark == self._seen_alone:
+            return None
+        _, found = read_model(self.storage)
+        self._seen_alone = mark
+        return undescribed(_NOT_WRITTEN) if found is None else found
 
     def _start(self, links: Sequence[Link]) -> int:
         """The place of the first save to apply. Raises CheckpointError if the chain does not contain the base."""

@@ -23,6 +23,13 @@ class Network(msgspec.Struct, frozen=True):
     parameters: list[Parameter]  # each with its start in the file
 
 
+class DescribedModel(msgspec.Struct, frozen=True):
+    """The file with the serving.json of the save that a version comes from: features and graph."""
+
+    file: str
+    sha256: str  # of its contents
+
+
 class Description(msgspec.Struct, frozen=True):
     """All that a process needs to read a version."""
 
@@ -33,10 +40,12 @@ class Description(msgspec.Struct, frozen=True):
     levels: list[Level]  # newest first
     network: Network
     restored: int = 0  # the number of the version that this one restores; 0: none
+    model: DescribedModel | None = None  # None: there was no save to take it from
 
     @property
     def files(self) -> set[str]:
-        return {self.network.file, *(level.file for level in self.levels)}
+        model = set() if self.model is None else {self.model.file}
+        return {self.network.file, *model, *(level.file for level in self.levels)}
 
 
 def read_current(folder: Path) -> Description | None:

@@ -10,14 +10,14 @@ from pathlib import Path
 from torchfleet.apps.serve.versions.level_file import Level
 from torchfleet.apps.serve.versions.level_stack import LevelStack
 from torchfleet.apps.serve.versions.saved_chain import dense_tables, layout
-from torchfleet.apps.serve.versions.version_description import Network
+from torchfleet.apps.serve.versions.version_description import DescribedModel, Network
 from torchfleet.apps.serve.versions.version_store import Status, VersionStore, Wanted, write_wanted
 from torchfleet.ps.checkpoint.manifest import Manifest
 from torchfleet.ps.tables.settings.spec import Floats
 
 
 class VersionMaker:
-    """Levels and network of the newest version.
+    """Levels, network and serving.json of the newest version.
 
     Methods raise OSError if something cannot be written: what was published stays, and nothing more is published until
     `take` has succeeded again.
@@ -33,6 +33,8 @@ class VersionMaker:
         self.created = 0.0
         self._source = ""
         self._network: Network | None = None
+        self._model: DescribedModel | None = None
+        self._model_body = b""  # its contents
         self._is_whole = False  # the rows of the stack and the network belong together
         self._is_unpublished = False
 
@@ -41,10 +43,17 @@ class VersionMaker:
         return self.store.status
 
     def take(
-        self, levels: Sequence[Level], replaces: bool, network: Floats | None, created: float, source: str
+        self,
+        levels: Sequence[Level],
+        replaces: bool,
+        network: Floats | None,
+        created: float,
+        source: str,
+        model: bytes | None = None,
     ) -> None:
         """Put these levels, newest first, on top of the stack, or (`replaces`) in place of its levels. `network`: the
-        values of all dense tables, if they have changed. All of it becomes one version.
+        values of all dense tables, if they have changed. `model`: a serving.json; None: as before. All of it becomes
+        one version.
         """
         assert self.manifest is not None
         self._is_whole = False
@@ -56,6 +65,8 @@ class VersionMaker:
         if network is not None:
             parameters = layout(dense_tables(self.manifest))
             self._network = self.store.write_network(self.store.next_file(), parameters, network)
+        if model is not None and (self._model is None or model != self._model_body):
+            self._model, self._model_body = self.store.write_model(self.store.next_file(), model), model
         self.created, self._source = created, source
         self._is_whole = self._is_unpublished = True
 
@@ -89,7 +100,9 @@ class VersionMaker:
         assert self.manifest is not None
         assert self._network is not None
         tables = {table.name: table.dim for table in self.manifest.tables if not table.is_dense}
-        made = self.store.publish(self.stack.levels, tables, self._network, self.created, self._source)
+        made = self.store.publish(
+            self.stack.levels, tables, self._network, self.created, self._source, model=self._model
+        )
         self.status.state, self.status.source = "following", made.source
         self._is_unpublished = False
 
@@ -97,7 +110,7 @@ class VersionMaker:
         found, current = self.store.kept(number), self.store.current
         if found is not None:
             source = f"version {number}: {found.source}"
-            self.store.publish(found.levels, found.tables, found.network, found.created, source, number)
+            self.store.publish(found.levels, found.tables, found.network, found.created, source, number, found.model)
             text = f"went back to version {number}, of {found.source}"
         elif current is not None and number in (current.number, current.restored):
             text = f"version {number} was asked for: it is current"
@@ -113,5 +126,5 @@ class VersionMaker:
         self._say(f"torchfleet serve: {text}")
 
     def _files(self) -> set[str]:
-        network = set() if self._network is None else {self._network.file}
-        return network | {level.file for level in self.stack.levels}
+        others = {file.file for file in (self._network, self._model) if file is not None}
+        return others | {level.file for level in self.stack.levels}

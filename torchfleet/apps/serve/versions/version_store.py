@@ -3,6 +3,7 @@
 current.json          the description of the current version, replaced in one step
 version-000007.json   the descriptions of the versions that one can go back to
 level-*, network-*    the files of these versions
+model-*               the serving.json of these versions: features and graph
 status                the writer's state and troubles, for metrics; of fixed size, so that a full disk can be reported
 command.json          what a user asks for: to go back, or to go on
 writer.lock           locked by the writer; readers.lock: locked by each reader
@@ -13,6 +14,7 @@ Files that no description names are removed at once. A reader that has mapped su
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import time
@@ -23,12 +25,18 @@ import msgspec
 import numpy as np
 
 from torchfleet.apps.serve.versions.level_file import Level
-from torchfleet.apps.serve.versions.version_description import CURRENT, Description, Network, read_current
+from torchfleet.apps.serve.versions.version_description import (
+    CURRENT,
+    DescribedModel,
+    Description,
+    Network,
+    read_current,
+)
 from torchfleet.base.prepared_types import prepared
 from torchfleet.ps.checkpoint.manifest_parts import Parameter
 from torchfleet.ps.tables.settings.spec import Floats
 
-_DATA = re.compile(r"(level|network)-([0-9]{9})")
+_DATA = re.compile(r"(level|network|model)-([0-9]{9})")
 _VERSION = re.compile(r"version-([0-9]{6,18})\.json")
 _STATUS, _COMMAND = "status", "command.json"
 _STATUS_BYTES = 4096
@@ -89,6 +97,12 @@ class VersionStore:
         self._write(file, np.ascontiguousarray(values, np.float32).tobytes() or b"\0" * 4)
         return Network(file, len(values), list(parameters))
 
+    def write_model(self, number: int, body: bytes) -> DescribedModel:
+        """Write a serving.json to a file of its own."""
+        file = f"model-{number:09}"
+        self._write(file, body)
+        return DescribedModel(file, hashlib.sha256(body).hexdigest())
+
     def publish(
         self,
         levels: Sequence[Level],
@@ -97,9 +111,10 @@ class VersionStore:
         created: float,
         source: str,
         restored: int = 0,
+        model: DescribedModel | None = None,
     ) -> Description:
         """Make this the current version, in one step."""
-        made = Description(self._number + 1, created, source, tables, list(levels), network, restored)
+        made = Description(self._number + 1, created, source, tables, list(levels), network, restored, model)
         body = msgspec.json.encode(made)
         self._write(_name(made.number), body)
         self._write(CURRENT, body)
