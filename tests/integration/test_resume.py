@@ -242,6 +242,71 @@ def test_only_the_named_parameters_are_loaded(folder: str) -> None:
         assert np.array_equal(found[name], (saved if name in names else fresh)[name]), name
 
 
+class Sums(torch.nn.Module):
+    """The gradient of `left` is 1, that of `right` is the input, whatever their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.right) + self.left.sum()
+
+
+@pytest.mark.parametrize("rule", ["adam", "adagrad"])
+def test_named_parameters_are_loaded_with_their_optimizers_state(rule: str, folder: str) -> None:
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        model(torch.tensor([1.0, 2.0, 3.0]).roll(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain = Sums()
+    oracle = make_optimizer(rule, plain)
+    for number in range(3):
+        step(plain, oracle, number)
+    with local(Sums, rule) as (model, optimizer):
+        step(model, optimizer, 0)
+        step(model, optimizer, 1)
+        fleet.save_persistables(folder)
+    for chosen in (["left"], ["right"], ["left", "right"]):
+        with local(Sums, rule, folder, chosen) as (model, optimizer):
+            step(model, optimizer, 2)
+            for name in chosen:
+                found, expected = getattr(model, name), getattr(plain, name)
+                assert torch.allclose(found, expected, rtol=1e-6), (chosen, found, expected)
+
+
+def test_named_parameters_of_another_rule_are_told_of(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with local(Sums, "adagrad"):
+        fleet.save_persistables(folder)
+    capsys.readouterr()
+    with local(Sums, "adam", folder, ["left"]):
+        assert lines_naming(capsys.readouterr().err, "dense.0", "adagrad", "adam")
+
+
+def test_a_delta_does_not_follow_a_load_into_another_row_type(folder: str) -> None:
+    def typed(dtype: str) -> Make:
+        return lambda: torch.nn.Sequential(nn.SparseEmbedding(2, name="words", dtype=dtype))
+
+    def step(model: Any, optimizer: Any, stop: int) -> None:
+        model(torch.arange(stop)).square().sum().backward()
+        optimizer.step()
+
+    with local(typed("float32"), "sgd") as (model, optimizer):
+        step(model, optimizer, 20)
+        fleet.save_persistables(folder)
+    with local(typed("int8"), "sgd", folder) as (model, optimizer):
+        step(model, optimizer, 5)
+        with pytest.raises(CheckpointError, match=naming("'words'", "int8", "float32", "mode=0")):
+            fleet.save_persistables(folder, mode=1)
+        fleet.save_persistables(folder)
+        step(model, optimizer, 5)
+        fleet.save_persistables(folder, mode=1)
+        expected = rows("words", np.arange(20))
+    with local(typed("int8"), "sgd", folder):
+        assert np.array_equal(rows("words", np.arange(20)), expected)
+
+
 def test_named_parameters_are_found_on_any_number_of_servers(folder: str) -> None:
     saved = save_local(folder)
     for num in (2, 3, 7):

@@ -179,9 +179,7 @@ class Loading:
         width = self._table.num_words if self._is_whole else spec.dim
         wide["rows"] = np.ascontiguousarray(wide["rows"][:, :width])
         self._table.check_values(wide["keys"], wide["rows"])
-        saved = self._saved.spec().format
-        is_same = (saved.dtype, saved.step) == (spec.format.dtype, spec.format.step)
-        if not (is_same and "row_values" in found and dtype_of(found) == spec.format.dtype):
+        if not (has_same_type(self._saved, spec) and "row_values" in found and dtype_of(found) == spec.format.dtype):
             found = wide
         if not self._is_whole:
             found.pop("tick", None)  # steps start again from zero
@@ -198,8 +196,8 @@ def load_dense(
 ) -> int:
     """Load the values of this shard's elements: of the named parameters, or of all. Returns how many elements.
 
-    `layout` gives the places of the model's parameters; each gets the values saved under its name. State, which has one
-    step count per table, is loaded if all parameters come from one table with the same rule.
+    `layout` gives the places of the model's parameters; each gets the values saved under its name. State is loaded if
+    the rule is the same and all these parameters were saved at the same step, because a table has one step count.
     """
     spec = table.spec
     if layout is None:
@@ -214,9 +212,9 @@ def load_dense(
     sources = {known[parameter.name][0].name: known[parameter.name][0] for parameter in chosen}
     blocks = {name: read_dense(storage, manifest, saved) for name, saved in sources.items()}
     saved = known[chosen[0].name][0]
-    is_whole = len(chosen) == len(layout) and len(sources) == 1 and _same_rule(saved, spec)
-    is_whole = is_whole and saved.num_states == table.num_states
-    if not is_whole and names is None:
+    is_whole = len({source.step for source in sources.values()}) == 1
+    is_whole &= all(_same_rule(one, spec) and one.num_states == table.num_states for one in sources.values())
+    if not is_whole:
         _tell_of_new_state(saved, spec)
     first, last = shard_range(spec.size, spec.shard, spec.num_shards)
     loaded = []
@@ -240,9 +238,11 @@ def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
     if not spec.rule.lr or spec.name != saved.name:
         return
     num = saved.num_words - saved.dim
+    same = _same_rule(saved, spec)
+    now = "and others of its parameters at another step" if same else f"and now trained by {spec.rule.name}"
     print(
-        f"table '{spec.name}': saved by {saved.rule['name']} with {num} numbers of state per row of {saved.dim}, and "
-        f"now trained by {spec.rule.name}: values are loaded, the optimizer's state starts anew",
+        f"table '{spec.name}': saved by {saved.rule['name']} with {num} numbers of state per row of {saved.dim}, {now}: "
+        "values are loaded, the optimizer's state starts anew",
         file=sys.stderr,
         flush=True,
     )
@@ -251,7 +251,7 @@ def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
 def _tell_of_rounding(saved: Table, spec: TableSpec) -> None:
     """Report that values are rounded, because the table's type is not the one in which they were saved."""
     was, now = saved.spec().format, spec.format
-    if now.is_narrow and (was.dtype, was.step) != (now.dtype, now.step):
+    if now.is_narrow and not has_same_type(saved, spec):
         print(
             f"table '{spec.name}': saved as {was.dtype} (step='{was.step}'), and now {now.dtype} (step='{now.step}'): "
             "values are rounded to the nearest",
@@ -282,6 +282,12 @@ def check_match(storage: Storage, saved: Table, spec: TableSpec) -> None:
                 f"{storage.place(FILE)}: table '{spec.name}' was saved with {name}={getattr(saved, name)}, and the "
                 f"model has {name}={getattr(spec, name)}. Load it into the model that it was saved from."
             )
+
+
+def has_same_type(saved: Table, spec: TableSpec) -> bool:
+    """Whether the table holds exactly the values that were saved."""
+    was, now = saved.spec().format, spec.format
+    return (was.dtype, was.step) == (now.dtype, now.step)
 
 
 def _same_rule(saved: Table, spec: TableSpec) -> bool:

@@ -182,7 +182,8 @@ def _new_bytes(before: Manifest, plan: Plan) -> set[str]:
 def _shape(table: Table) -> tuple[Any, ...]:
     """The properties of a table that must be the same in a save and its deltas."""
     state = table.num_states, table.num_row_states, table.state_names
-    return table.kind, table.dim, table.size, table.rule["name"], state, table.entry, table.shrink
+    values = table.format.get("dtype", "float32"), table.format.get("step", "row")
+    return table.kind, table.dim, table.size, table.rule["name"], state, table.entry, table.shrink, *values
 
 
 def _tables(plan: Plan, saved: list[Saved], with_state: bool) -> list[Table]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.base.near_names import near_names
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.lock import check_written
 from torchfleet.ps.checkpoint.manifest import FILE, Manifest, Parameter, read_manifest
-from torchfleet.ps.checkpoint.part_reader import load_dense, load_sparse
+from torchfleet.ps.checkpoint.part_reader import has_same_type, load_dense, load_sparse
 from torchfleet.ps.server.state.state import State
-from torchfleet.ps.tables.table import BlockTable, RowTable
+from torchfleet.ps.tables.table import BlockTable, RowTable, Table
 
 Layouts = Mapping[str, Sequence[Parameter]]  # by dense table: the places of its parameters
 
@@ -36,7 +36,7 @@ def load_model(state: State, dirname: str, names: Sequence[str] | None, layouts:
         raise CheckpointError(f"{storage.place(FILE)} cannot be loaded: {type(error).__name__}: {error}") from error
     state.saves.model = storage.path
     state.work.schedule.note(state.tables.values(), int(manifest.time))
-    if names is None:  # the whole model was loaded, so the next save may be a delta
+    if names is None and model.is_exact(state.tables.values()):  # the tables are what was saved: a delta can follow
         for table in state.tables.values():
             table.begin_save(is_committed=True)
         state.saves.chain.attempt = manifest.token
@@ -78,6 +78,14 @@ class ChosenModel:
         if layout is not None or self._has(name):
             wanted = None if self._names is None or name in self._names else set(self._names)
             load_dense(self._storage, self._manifest, table, wanted, layout)
+
+    def is_exact(self, tables: Iterable[Table]) -> bool:
+        """Whether these tables keep every value as it was saved: rows may be of another type now."""
+        return all(
+            has_same_type(self._manifest.table(table.spec.name), table.spec)
+            for table in tables
+            if table.spec.name in self._saved
+        )
 
     def _has(self, name: str) -> bool:
         """Whether a table of this name was saved. Raises CheckpointError if not and the whole model is to be loaded."""
