@@ -15,6 +15,7 @@ from torchfleet.ps.worker.finite_gradients import check_finite
 from torchfleet.ps.worker.lookup.plan import Plan
 from torchfleet.ps.worker.modes.communicator import Gradients
 from torchfleet.ps.worker.modes.hybrid import rows_of
+from torchfleet.ps.worker.optimizer_state import NetworkStates
 
 if TYPE_CHECKING:  # servers create this optimizer too, and do not need torch.distributed
     from torchfleet.api.hybrid.dense_network import DenseNetwork
@@ -24,7 +25,7 @@ class HybridOptimizer(DistributedOptimizer):
     """One step() for both: the collective strategies step the network, the communicator sends gradients of rows."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        super().__init__(optimizer, plan)
+        super().__init__(optimizer, plan, has_network=True)
         self._pushed = rows_of(plan)
         # Rows differ between workers: a norm over all parameters, which every worker clips by, must exclude them.
         for module in (module for group in plan.sparse.values() for module in group.modules):
@@ -94,14 +95,13 @@ class HybridOptimizer(DistributedOptimizer):
         communicator.drop_gradients(self._share)
         self._network.optimizer.zero_grad(set_to_none)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the options of the param groups and the state of the network. The servers hold the state of rows."""
-        self._load_in_place(self, super(DistributedOptimizer, self).load_state_dict, state_dict)
-        if self._network is not None:
-            state = self._network.optimizer.inner.state
-            state.clear()
-            state.update(self.state)
-            self.state = state
+    @property
+    def network_states(self) -> dict[Any, Any]:
+        states: dict[Any, Any] = super().network_states if self._network is None else self._network.optimizer.state
+        return states
+
+    def kept_network(self) -> NetworkStates:
+        return NetworkStates(self.network_states, self._joined().owns_state)
 
     def _joined(self) -> DenseNetwork:
         if self._network is None:

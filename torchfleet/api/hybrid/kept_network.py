@@ -8,8 +8,7 @@ continue in another mode and return without a difference.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.shard import Floats
 from torchfleet.ps.worker.lookup.dense_group import DenseGroup
 from torchfleet.ps.worker.lookup.plan import Plan
+from torchfleet.ps.worker.torch_states import BlockState, states_of
 
 _SHARE = 0.01  # share of the time that copies may take
 
@@ -87,20 +87,6 @@ class KeptNetwork:
         return all(self._owns_state(parameter) for parameter in group.parameters)
 
     def _write_state(self, group: DenseGroup, states: Floats, step: int) -> None:
-        for place, parameter in zip(group.layout(), group.parameters, strict=True):
-            if not self._owns_state(parameter):
-                continue
-            state: dict[str, Any] = {}
-            row_rule = group.spec.rule.row_rule
-            if row_rule.counts_steps:
-                device = parameter.device if counts_on_device(group.group) else "cpu"
-                state["step"] = torch.tensor(float(step), device=device)
-            for name, row in zip(row_rule.state_names(group.spec.rule), states, strict=True):
-                values = torch.from_numpy(row[place.start : place.start + place.size].copy())
-                state[name] = values.view(parameter.shape).to(parameter.device)
-            self._optimizer.inner.state[parameter] = state
-
-
-def counts_on_device(group: Mapping[str, Any]) -> bool:
-    """Whether torch's optimizers keep this param group's counts of steps on the parameters' device."""
-    return bool(group.get("fused") or group.get("capturable"))
+        for parameter, state in zip(group.parameters, states_of(group, BlockState(states, step)), strict=True):
+            if self._owns_state(parameter):
+                self._optimizer.inner.state[parameter] = state

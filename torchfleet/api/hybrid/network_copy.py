@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.api.hybrid.kept_network import counts_on_device
 from torchfleet.base.errors import ModelError, WireError
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.ps.net.wire import MAX_FRAME, Array, pack, unpack
 from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.torch_states import counts_on_device
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -125,7 +125,9 @@ class JobSetup:
         if self.info.role == WORKER and self.info.worker_index == 0:
             _tell_of_decay(plan)
             _tell_of_momentum(plan)
-        return HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan, len(shares))
+        if is_hybrid:
+            return HybridOptimizer(optimizer, plan)
+        return DistributedOptimizer(optimizer, plan, len(shares), has_network=strategy.mode == "geo")
 
     def distribute_scheduler(self, scheduler: Any) -> Any:
         """In geo mode, let each step of the scheduler count once per worker. In other modes it is unchanged."""

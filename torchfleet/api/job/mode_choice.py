@@ -41,7 +41,8 @@ def make_communicator(
     if mode == "hybrid":
         return Hybrid(client, plan, connect, configs)
     (optimizer,) = setup.optimizers
-    return Geo(client, plan, connect, configs.k_steps, num_present, optimizer.step_locally)
+    states, is_first = optimizer.user.state, setup.info.worker_index == 0
+    return Geo(client, plan, connect, configs.k_steps, num_present, optimizer.step_locally, states, is_first)
 
 
 def make_unbounded(setup: JobSetup, client: Client, connect: Callable[[], Client]) -> Async:

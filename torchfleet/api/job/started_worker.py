@@ -44,6 +44,7 @@ from torchfleet.ps.worker.lookup.engine import Engine
 from torchfleet.ps.worker.membership import Membership
 from torchfleet.ps.worker.model_state import ModelState, Servers
 from torchfleet.ps.worker.modes.communicator import Communicator
+from torchfleet.ps.worker.optimizer_state import OptimizerState
 from torchfleet.ps.worker.peers import Workers
 from torchfleet.ps.worker.sent_buffers import SentBuffers
 
@@ -102,7 +103,7 @@ class StartedWorker:
         setup.info = self.info
         if dirname is not None:
             check_loaded(self.client, dirname)
-        make_tables(self.client, self._plan, self.info, self.strategy)
+        make_tables(self.client, self._plan, self.info, self.strategy, [one.given for one in self._optimizers])
         wait_for_backups(self.client, self.info)
 
     def _prepare_training(self) -> None:
@@ -131,10 +132,11 @@ class StartedWorker:
         self._schedules = global_schedules(self.info, self.strategy.mode, self._optimizers[0])
         self._bind()
         self._compute_blocks()
-        self._ends.callback(self._model_state().close, LEFT)
+        self._ends.callback(self._bind_states().close, LEFT)
         self._tracing = trace_steps(self.info, self.strategy.mode, self.model, self._optimizers)
         self._ends.callback(self._tracing.close)
         self.communicator.start()
+        self.communicator.take_states()
         self.status.write(now=True)
 
     @property
@@ -244,11 +246,18 @@ class StartedWorker:
         self._ends.callback(made.close)
         return made
 
-    def _model_state(self) -> ModelState:
+    def _bind_states(self) -> ModelState:
+        """Let state_dict and load_state_dict of the optimizers and of the model reach the servers."""
         put_network = None if self._hybrid is None else self._hybrid.put_network
         meet = partial(self._wait_for_all, "load_state_dict()", "load_state_dict")
         servers = Servers(self.client, self._connect, lambda: self._mode.communicator, meet, put_network)
         is_first, is_restarted = self.info.worker_index == 0, bool(self.info.restart)
+        for optimizer in self._optimizers:
+            network = optimizer.kept_network()
+            counts_in_int = isinstance(optimizer.user, torch.optim.SparseAdam)
+            optimizer.use_state(
+                OptimizerState(optimizer.plan, self.engine, is_first, is_restarted, servers, network, counts_in_int)
+            )
         return ModelState(self.model, self._plan, self.engine, is_first, is_restarted, servers)
 
     def _load_features(self, dirname: str | None) -> None:

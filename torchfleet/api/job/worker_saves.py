@@ -58,6 +58,8 @@ class WorkerSaves:
             tell_of_replacing(storage, kind, {server["model"] for server in self._client.stats()})
         if self._hybrid is not None:
             self._hybrid.put_network()
+        if kind != "inference":
+            communicator.put_states()
         updates, are_others_at_work = self._last_saves.state() if self._membership is not None else ([], False)
         described = self.describer.encoded(self._plan)
         with contextlib.nullcontext() if self._buffers is None else self._buffers.resting():

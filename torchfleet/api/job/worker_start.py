@@ -19,6 +19,7 @@ from torchfleet.ps.server.replicas.pace import NO_BACKUP
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
 from torchfleet.ps.worker.lookup.plan import Plan
+from torchfleet.ps.worker.optimizer_state import GivenState
 from torchfleet.ps.worker.row_state.table_rows import slices
 
 RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: after a restart it reads the whole log
@@ -152,8 +153,11 @@ def with_known_restart(client: Client, info: RoleInfo) -> RoleInfo:
     return replace(info, restart=max(before) + 1 if before else 0)
 
 
-def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
-    """Worker 0 creates the tables and sets values that were not loaded. All workers then get the servers' dense values.
+def make_tables(
+    client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy, given: Sequence[GivenState]
+) -> None:
+    """Worker 0 creates the tables and sets values that were not loaded, and the optimizers' state that was given before
+    the start. All workers then get the servers' dense values.
 
     A restarted worker 0 does so if the previous process did not get that far.
     """
@@ -161,8 +165,8 @@ def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: Distribute
         for spec in plan.specs:
             client.create_table(spec)
         tables = [server["tables"] for server in client.stats()]
-        _set_sparse(client, plan, tables)
-        _set_dense(client, plan, tables)
+        _set_sparse(client, plan, tables, given)
+        _set_dense(client, plan, tables, given)
     if info.is_elastic:
         _wait_for(lambda: _has_first_values(client, plan), info, lambda: _NO_VALUES)
         least = f"{info.min_workers} workers (FLEET_MIN_WORKERS)"
@@ -178,16 +182,19 @@ def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: Distribute
         dense.write(client.pull_dense(dense.spec.name).result())
 
 
-def _set_sparse(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None:
+def _set_sparse(client: Client, plan: Plan, tables: list[dict[str, Any]], given: Sequence[GivenState]) -> None:
     """Set the initial values of torch's embeddings or of load_state_dict in tables of which no server loaded rows."""
     for name, group in plan.sparse.items():
         if not any(server[name]["loaded"] for server in tables):
             rows = group.modules[0].table_rows
             for keys, values in slices(rows.first_keys, rows.first_values):
                 client.assign(name, keys, values)
+            for state in given:
+                if name in state.rows:
+                    state.put_rows(client, group)
 
 
-def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None:
+def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]], given: Sequence[GivenState]) -> None:
     """Set this worker's dense values, except for those that the servers have loaded."""
     for dense in (*plan.dense, *plan.fixed):
         values = dense.values()
@@ -196,6 +203,9 @@ def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None
             saved = client.pull_dense(dense.spec.name).result()
             for start, stop in loaded:
                 values[start:stop] = saved[start:stop]
+        for state in given:
+            if dense.spec.name in state.blocks and not loaded:
+                client.set_block_state(dense.spec.name, *state.blocks[dense.spec.name])
         client.set_dense(dense.spec.name, values)
 
 

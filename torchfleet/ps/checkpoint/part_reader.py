@@ -239,10 +239,10 @@ def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
         return
     num = saved.num_words - saved.dim
     same = _same_rule(saved, spec)
-    now = "and others of its parameters at another step" if same else f"and now trained by {spec.rule.name}"
+    now = "and other parameters at another step" if same else f"and now trained by {spec.rule.name}"
     print(
-        f"table '{spec.name}': saved by {saved.rule['name']} with {num} numbers of state per row of {saved.dim}, {now}: "
-        "values are loaded, the optimizer's state starts anew",
+        f"table '{spec.name}': saved by {saved.rule['name']} with {num} numbers of state per row of {saved.dim}, {now}"
+        ": values are loaded, the optimizer's state starts anew",
         file=sys.stderr,
         flush=True,
     )

@@ -101,8 +101,8 @@ FORESEEN = 16  # flag of PULL: these keys may not be looked up after all: a miss
 GATHERED = 32  # flag of PUSH: update once with the mean of a given number of pushes of any workers; reply at once
 BOUNDED = 64  # flag of PUSH: wait while the push would raise another worker's staleness above the limit; of PULL: this
 # worker computes with these dense values, and pushes next
-STATE = 128  # flag of PULL: rows come with the state of their rule; of SET: the request ends with the step of each of
-# its tables
+STATE = 128  # flag of PULL and WALK: rows come with the state of their rule; of SET: the request ends with the step of
+# each of its tables. With NO_CREATE, a SET has the state alone, of rows that exist; their values stay
 
 
 @dataclass(slots=True)

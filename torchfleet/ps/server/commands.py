@@ -260,15 +260,21 @@ def pull_changed(state: State, request: Request) -> Answer:
 
 def set_values(state: State, request: Request) -> Answer:
     """Overwrite values. The arrays are pairs: (keys, values) of a sparse table or (start, values) of a dense one. With
-    flag STATE, the step of each table follows.
+    flag STATE, the step of each table follows; with NO_CREATE too, the values are the state alone, of rows that exist.
     """
     arrays, has_steps = request.message.arrays, bool(request.message.flags & STATE)
     sections = pairs(state, arrays[:-1] if has_steps else arrays)
     steps = given_steps(arrays[-1:], len(sections)) if has_steps else []
-    for table, keys, values in sections:
-        table.check_assign(keys, values)
-    for table, keys, values in sections:
-        table.assign(keys, values)
+    if has_steps and request.message.flags & NO_CREATE:
+        for table, keys, states in sections:
+            table.check_assign_state(keys, states)
+        for table, keys, states in sections:
+            table.assign_state(keys, states)
+    else:
+        for table, keys, values in sections:
+            table.check_assign(keys, values)
+        for table, keys, values in sections:
+            table.assign(keys, values)
     for (table, _, _), step in zip(sections, steps, strict=False):
         table.step = step
     return []

@@ -11,7 +11,7 @@ import numpy as np
 from torchfleet.base.errors import FleetError, ServerBusy, TableError, WireError
 from torchfleet.base.monitor.notices import tell
 from torchfleet.ps.net.request import Request
-from torchfleet.ps.net.wire import MAX_BODY, Array, pack, unpack
+from torchfleet.ps.net.wire import MAX_BODY, STATE, Array, pack, unpack
 from torchfleet.ps.server.arrays import column, only
 from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.state.state import State
@@ -184,16 +184,18 @@ def _inspect_in_slices(state: State, long: LongRequest, table: Table, top: int) 
 
 def walk(state: State, request: Request) -> Answer:
     """Return the next rows of a table from a cursor: the new cursor, keys and values. A client walks the table with
-    repeated requests."""
+    repeated requests. With flag STATE the table's step follows the cursor, and the state of a row its values.
+    """
     numbers = column(only(request), np.uint64)
-    table = state.table(only(request).number)
-    if len(numbers) != 2 or not 0 < int(numbers[1]) * table.spec.dim <= MAX_WALKED:
+    table, with_state = state.table(only(request).number), bool(request.message.flags & STATE)
+    width = table.spec.num_words if with_state else table.spec.dim
+    if len(numbers) != 2 or not 0 < int(numbers[1]) * width <= MAX_WALKED:
         raise WireError(
             f"expected where to go on and a number of rows, at most {MAX_WALKED:,} values; found {numbers.tolist()}"
         )
-    keys, values, cursor = table.walk(int(numbers[0]), int(numbers[1]))
-    number = table.spec.number
-    return [Array(0, np.array([cursor], np.uint64)), Array(number, keys), Array(number, values)]
+    keys, values, cursor = (table.walk_rows if with_state else table.walk)(int(numbers[0]), int(numbers[1]))
+    number, head = table.spec.number, [cursor, table.step] if with_state else [cursor]
+    return [Array(0, np.array(head, np.uint64)), Array(number, keys), Array(number, values)]
 
 
 def _sparse_tables(state: State, name: str) -> list[Table]:

@@ -20,6 +20,7 @@ from torchfleet.ps.tables.update_bounds import UpdateBounds
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
 WITH_STATE = 1  # third number of a range: include the optimizer's state
+STATE_ALONE = 2  # third number of a place to assign to: the optimizer's state, and no values
 
 
 class DenseTable(Table):
@@ -78,16 +79,23 @@ class DenseTable(Table):
 
     def check_assign(self, keys: Keys, values: Floats) -> None:
         """As Table.check_assign. `keys` is the element to start at, or (0, number of steps, WITH_STATE): then `values`
-        holds all values and the optimizer state after that number of steps.
+        holds all values and the optimizer state after that number of steps; with STATE_ALONE only the latter.
         """
-        if _has_state(keys):
+        if _is_state_alone(keys):
+            self._check_block(int(keys[0]), self._with_values(values))
+        elif _has_state(keys):
             self._check_block(int(keys[0]), values)
         else:
             self._check_set(_start(keys), values)
 
     def assign(self, keys: Keys, values: Floats) -> None:
         """As Table.assign, from the given element on."""
-        if _has_state(keys):
+        if _is_state_alone(keys):
+            block = self._with_values(values)
+            self._check_block(int(keys[0]), block)
+            self.load(0, block.reshape(1 + self.num_states, self.size))
+            self.step = int(keys[1])
+        elif _has_state(keys):
             self._check_block(int(keys[0]), values)
             self.load(0, values.reshape(1 + self.num_states, self.size))
             self.step, self.is_set = int(keys[1]), True
@@ -102,6 +110,10 @@ class DenseTable(Table):
         self.is_set = True
         if self.watch is not None:
             self._tell(NO_KEYS)
+
+    def _with_values(self, states: Floats) -> Floats:
+        """A block of this state and the present values."""
+        return np.concatenate([self._weights, states.reshape(-1)])
 
     def _check_block(self, start: int, values: Floats) -> None:
         if start or values.size != (1 + self.num_states) * self.size:
@@ -273,6 +285,10 @@ class DenseTable(Table):
 
 def _has_state(keys: Keys) -> bool:
     return len(keys) == 3 and int(keys[2]) == WITH_STATE
+
+
+def _is_state_alone(keys: Keys) -> bool:
+    return len(keys) == 3 and int(keys[2]) == STATE_ALONE
 
 
 def _start(keys: Keys) -> int:

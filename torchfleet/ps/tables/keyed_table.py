@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels import rows
 from torchfleet.ps.kernels.merge import unique
 from torchfleet.ps.tables import eviction
@@ -64,6 +65,36 @@ class KeyedTable(RowStore):
                 self._tell_rows(keys[some], at)
         if self.admission is not None and self.admission.candidates is not None:
             self.admission.candidates.erase(keys)
+
+    def check_assign_state(self, keys: Keys, states: Floats) -> None:
+        """As Table.check_assign_state."""
+        num = self.num_words - self.spec.dim
+        if not num or states.shape != (len(keys), num):
+            raise TableError(
+                f"table '{self.spec.name}' expects {num} numbers of state for each of {len(keys):,} rows, found "
+                f"{states.shape}"
+            )
+        self.check_values(keys, np.concatenate([np.zeros((len(keys), self.spec.dim), np.float32), states], axis=1))
+        self.check_keys(keys)
+
+    def assign_state(self, keys: Keys, states: Floats) -> None:
+        """As Table.assign_state."""
+        self.bounds.note(rows.largest(states))
+        for start in range(0, len(keys), CHUNK):
+            self._put_state(keys[start : start + CHUNK], states[start : start + CHUNK])
+
+    def _put_state(self, keys: Keys, states: Floats) -> None:
+        """`assign_state` for at most CHUNK rows in memory."""
+        at = self.find(keys)
+        there = at >= 0
+        keys, at = keys[there], at[there]
+        stored = np.empty((len(keys), self._row_words), np.float32)
+        rows.gather(self.index.store, *self._layout, at, stored)
+        stored[:, self._value_words :] = states[there]
+        rows.scatter(self.index.store, *self._layout, at, stored)
+        self._mark(at)
+        if self.watch is not None:
+            self._tell_rows(keys, at)
 
     def reserve(self, num_rows: int) -> None:
         """Make room for `num_rows` new rows at once. For loading, when no request waits."""

@@ -179,6 +179,17 @@ class RowStore(Table):
 
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
         """As Table.walk: `cursor` is a row number, or what PackedMap.walk_from returned."""
+        keys, at, cursor = self._walk(cursor, num_rows)
+        return keys, self.values_at(at), cursor
+
+    def walk_rows(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
+        """As Table.walk_rows."""
+        keys, at, cursor = self._walk(cursor, num_rows)
+        stored = np.empty((len(at), self._row_words), np.float32)
+        rows.gather(self.index.store, *self._layout, at, stored)
+        return keys, self.form.widened(stored), cursor
+
+    def _walk(self, cursor: int, num_rows: int) -> tuple[Keys, Rows, int]:
         index = self.index
         if isinstance(index, PackedMap):
             keys, at, cursor = index.walk_from(cursor, num_rows)
@@ -186,7 +197,7 @@ class RowStore(Table):
             stop = min(cursor + num_rows, index.num_row_numbers)
             keys, at = index.alive(np.arange(min(cursor, stop), stop))
             cursor = stop if stop < index.num_row_numbers else 0
-        return keys, self.values_at(at), cursor
+        return keys, at, cursor
 
     def settle(self) -> bool:
         """As Table.settle: continues the growth of maps."""

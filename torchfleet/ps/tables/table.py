@@ -233,6 +233,14 @@ class Table(ABC):
     def assign(self, keys: Keys, values: Floats) -> None:
         """Overwrite values. Among equal keys the last one wins."""
 
+    def check_assign_state(self, keys: Keys, states: Floats) -> None:
+        """Raise TableError or WireError if `assign_state` cannot apply this."""
+        self._refuse("take the state of rows alone")
+
+    def assign_state(self, keys: Keys, states: Floats) -> None:
+        """Overwrite the state of rows, shape (keys, num_words - dim); keys without a row are ignored."""
+        self._refuse("take the state of rows alone")
+
     # Commands over whole tables
 
     def check_erase(self, keys: Keys) -> None:
@@ -259,6 +267,10 @@ class Table(ABC):
         Other calls may come in between: a row that exists throughout comes exactly once. Raises TableError if the table
         has no rows by key.
         """
+
+    def walk_rows(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
+        """As `walk`, with the state of each row behind its values (flag STATE): shape (keys, num_words)."""
+        self._refuse("give the state of rows")
 
     @abstractmethod
     def summarize(self, summary: Summary, num_rows: int) -> Iterator[None]:

@@ -169,6 +169,13 @@ class TieredTable(SparseTable):
             own = None if columns is None else {name: column[some] for name, column in columns.items()}
             super()._put(keys[some], stored[some], own)
 
+    def _put_state(self, keys: Keys, states: Floats) -> None:
+        for start in range(0, len(keys), self._part):
+            some = slice(start, start + self._part)
+            self.tiers.check_batch(keys[some])
+            self.tiers.bring(keys[some], self._row_words)
+            super()._put_state(keys[some], states[some])
+
     def reserve(self, num_rows: int) -> None:
         """As KeyedTable.reserve: makes room for all rows in the directory, and in memory for those that fit."""
         self.tiers.directory.reserve(num_rows)
@@ -248,6 +255,11 @@ class TieredTable(SparseTable):
         """As Table.walk."""
         keys, words, behind = self.tiers.all_rows.walk(cursor, num_rows)
         return keys, self.form.widened(np.ascontiguousarray(self._values(words)[:, : self._value_words])), behind
+
+    def walk_rows(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
+        """As Table.walk_rows."""
+        keys, words, behind = self.tiers.all_rows.walk(cursor, num_rows)
+        return keys, self.form.widened(np.ascontiguousarray(self._values(words)[:, : self._row_words])), behind
 
     def mark_all(self) -> None:
         """As KeyedTable.mark_all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,9 +13,11 @@ from torchfleet.base.adoption import AdoptedOptimizer
 from torchfleet.base.errors import FleetError, ModelError
 from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, is_pushed
 from torchfleet.ps.worker.finite_gradients import check_finite
+from torchfleet.ps.worker.lookup.dense_group import DenseGroup
 from torchfleet.ps.worker.lookup.engine import Engine
-from torchfleet.ps.worker.lookup.plan import Plan
+from torchfleet.ps.worker.lookup.plan import Plan, SparseGroup
 from torchfleet.ps.worker.modes.communicator import Communicator, Gradients
+from torchfleet.ps.worker.optimizer_state import GivenState, NetworkStates, OptimizerState
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
 
 
@@ -24,29 +27,42 @@ class DistributedOptimizer(AdoptedOptimizer):
     Learning rates are read from the param groups at every step, so torch's schedulers work on it unchanged.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan, share: int = 0) -> None:
-        """`share`: the index of `optimizer` among the job's optimizers. `plan`: the tables of its parameters."""
+    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan, share: int = 0, has_network: bool = False) -> None:
+        """`share`: the index of `optimizer` among the job's optimizers. `plan`: the tables of its parameters.
+        `has_network`: this worker steps the network itself, and has its state.
+        """
         super().__init__(optimizer)
+        self._has_network = has_network
         self.plan = self._pushed = plan
         self._share = share
         self._sets_zeros = False  # the last zero_grad() had set_to_none=False
-        for group in plan.sparse.values():  # the servers hold the state of rows; Adagrad creates state at construction
-            for module in group.modules:
-                optimizer.state.pop(module.weight, None)
-                if group.own is not None:
-                    module.optimizer._opt_called = True  # type: ignore[union-attr]  # else its schedulers warn
+        for parameter in [p for p, state in optimizer.state.items() if not _is_of_steps(state)]:
+            if isinstance(parameter, RowWeight):  # Adagrad creates state at construction
+                del optimizer.state[parameter]
+        self.given = self._parsed(optimizer.state)
+        for group in plan.sparse.values():
+            for module in group.modules if group.own is not None else ():
+                module.optimizer._opt_called = True  # type: ignore[union-attr]  # else its schedulers warn
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
+        self._served: OptimizerState | None = None  # the state on the servers, while this worker is bound to them
+        self._has_left = False
         self._unbound = "optimizer.step() before fleet.init_worker(): there are no servers to send gradients to"
         self._twins: dict[int, torch.nn.Parameter] = {}
 
     def bind(self, engine: Engine, communicator: Communicator) -> None:
         self._engine, self._communicator = engine, communicator
 
+    def use_state(self, served: OptimizerState) -> None:
+        """From now on the state is on the servers."""
+        self._served, self.given = served, GivenState({}, {})
+        for parameter in [parameter for parameter in self.state if isinstance(parameter, RowWeight)]:
+            del self.state[parameter]
+
     def unbind(self, reason: str) -> None:
         """Make every later step raise an error with this reason."""
-        self._engine = self._communicator = None
-        self._unbound = reason
+        self._engine = self._communicator = self._served = None
+        self._unbound, self._has_left = reason, True
 
     def step_locally(self) -> None:
         """Step the dense parameters by torch's own rule, for geo training.
@@ -171,9 +187,70 @@ class DistributedOptimizer(AdoptedOptimizer):
             "after it (requires_grad_(False)) until they are to be trained."
         )
 
+    @property
+    def network_states(self) -> dict[Any, Any]:
+        """The state, by parameter, of a network that this worker steps itself."""
+        states: dict[Any, Any] = self._user.state
+        return states
+
+    def kept_network(self) -> NetworkStates | None:
+        """The state of the network, if this worker keeps it; None: the servers do."""
+        return NetworkStates(self.network_states, lambda parameter: True) if self._has_network else None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the rule of any of its tables keeps state."""
+        groups: tuple[DenseGroup | SparseGroup, ...] = (*self.plan.dense, *self.plan.sparse.values())
+        return any(group.spec.num_states or group.spec.num_row_states for group in groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of all of the state: that of rows has a row for every id of a table with a declared size.
+
+        Any worker may call it, between init_worker and stop_worker. Raises ModelError for a table with rows for any id:
+        fleet.save_state and fleet.save_persistables save those.
+        """
+        if self._has_left and self.has_state:
+            raise FleetError(self._unbound)
+        if self._served is None:
+            return super().state_dict()
+        found = self._served.read()
+        in_order = [parameter for group in self.param_groups for parameter in group["params"]]
+        own = self.state
+        self.state = defaultdict(dict, {parameter: found[parameter] for parameter in in_order if parameter in found})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the options of the param groups; the optimizer's state is on the servers."""
+        """Load options and state, also those of plain torch; parameters are matched by their order. All workers call
+        it, and worker 0's state counts. Before init_worker, the job begins with them unless its servers load a save.
+        """
+        if self._has_left and self.has_state:
+            raise FleetError(self._unbound)
+        given = self._parsed(self._by_parameter(state_dict))  # before anything changes
+        own = self.state
         self._load_in_place(self, super().load_state_dict, state_dict)
+        loaded, self.state = self.state, own
+        if self._served is not None:
+            self._served.load(given, loaded)
+            return
+        self.given = given
+        for states in (own, self.network_states):  # a hybrid network's may be another dict
+            states.clear()
+            states.update(loaded)
+
+    def _parsed(self, states: Mapping[Any, Any]) -> GivenState:
+        return GivenState.of(
+            self.plan, {p: state for p, state in states.items() if _is_of_steps(state)}, self._has_network
+        )
+
+    def _by_parameter(self, state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+        """The states of a state_dict as they are in it; torch would give `keys` the parameter's type."""
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        states = state_dict["state"]
+        return {parameter: states[number] for number, parameter in zip(saved, own, strict=False) if number in states}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, those of sparse rows included. With set_to_none=False the gradients of rows become one
@@ -194,6 +271,11 @@ class DistributedOptimizer(AdoptedOptimizer):
             for parameter in group["params"]:
                 if not isinstance(parameter, RowWeight) or self._engine is None:  # else dropped above
                     parameter.grad = None
+
+
+def _is_of_steps(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state is more than what Adagrad makes at construction."""
+    return bool(state) and ("step" not in state or float(state["step"]) > 0)
 
 
 def _unscaled(optimizer: torch.optim.Optimizer) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from torchfleet.base.errors import ModelError, TableError, WrongIds
 from torchfleet.ps.gpu.staging import Staging
+from torchfleet.ps.gpu.table_memory import STEP
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.cache.cache_thread import CacheThread
 from torchfleet.ps.worker.cache.cached_batch import CachedBatch, Slot, keys_together
@@ -112,10 +113,16 @@ class RowCache:
         if self._written_step != self.step:
             self._thread.run(self._do_write_back)
 
-    def empty(self) -> None:
-        """Flush, and forget all rows: others may change them on the servers."""
-        self.flush()
+    def empty(self, step: int | None = None) -> None:
+        """Flush, and forget all rows: others may change them on the servers. `step`: the table's number of updates, if
+        that was changed there; nothing is flushed then.
+        """
+        if step is None:
+            self.flush()
         self._thread.run(lambda client: self._forget())
+        if step is not None:
+            self.step = self._written_step = step
+            self.memory.table.counters[STEP] = step
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start: `looked_up` distinct keys of batches, of which `missed` were not here and `pulled`

@@ -28,7 +28,7 @@ from torchfleet.ps.net.wire import (
     pack,
 )
 from torchfleet.ps.server.job.given_tables import GivenTables
-from torchfleet.ps.tables.dense_table import WITH_STATE
+from torchfleet.ps.tables.dense_table import STATE_ALONE, WITH_STATE
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.future import Changed, Dense, Future, Pulled, joined_block
 from torchfleet.ps.worker.client.joined_requests import JoinedRequests
@@ -283,6 +283,14 @@ class Client(Walks):
         shards = [np.concatenate([row[server] for row in rows]) for server in range(self.num_servers)]
         self._ask(Command.SET, [[place, Array(known.number, shard)] for shard in shards], once=True).result()
 
+    def set_block_state(self, table: str, states: Floats, step: int) -> None:
+        """As `set_block` for the state alone, one row for each kind. Values stay as they are on the servers."""
+        known = self._tables.dense(table)
+        place = Array(known.number, np.array([0, step, STATE_ALONE], np.uint64))
+        rows = [known.shard_block(row) for row in states]
+        shards = [np.concatenate([row[server] for row in rows]) for server in range(self.num_servers)]
+        self._ask(Command.SET, [[place, Array(known.number, shard)] for shard in shards], once=True).result()
+
     def pull_dense_tables(self, tables: Sequence[str], is_bounded: bool = False) -> Future[Dense]:
         """Several whole dense tables with their versions, in one message per server.
 
@@ -339,6 +347,14 @@ class Client(Walks):
         known, last = self._tables[table], Array(0, np.array([step], np.uint64))
         messages = [[*pair, last] for pair in known.shard_rows(keys, rows)]
         return self._ask(Command.SET, messages, STATE, once=True, finish=lambda replies: None)
+
+    def assign_states(self, table: str, keys: npt.ArrayLike, states: Floats, step: int) -> None:
+        """Overwrite the state of rows that exist, shape (keys, num_words - dim), and set the table's step. The values
+        of rows stay as they are on the servers.
+        """
+        known, last = self._tables[table], Array(0, np.array([step], np.uint64))
+        messages = [[*pair, last] for pair in known.shard_states(keys, states)]
+        self._ask(Command.SET, messages, STATE | NO_CREATE, once=True).result()
 
     def erase(self, table: str, keys: npt.ArrayLike) -> None:
         """Drop rows; keys without a row are ignored."""

@@ -70,6 +70,15 @@ class KnownTable:
         self.check_finite(rows)
         return self._pairs(shards.keys, shards.split_rows(rows))
 
+    def shard_states(self, keys: npt.ArrayLike, states: Floats) -> Pairs:
+        """Split the state of rows, without values."""
+        shards, rows = self.shard_keys(keys), _rows(states)
+        expected = shards.num_keys, self.spec.num_words - self.dim
+        if rows.shape != expected:
+            raise TableError(f"table '{self.spec.name}' expects state of shape {expected}, found {rows.shape}")
+        self.check_finite(rows)
+        return self._pairs(shards.keys, shards.split_rows(rows))
+
     def shard_gradients(self, block: tuple[npt.ArrayLike, Floats] | Floats, are_finite: bool) -> Pairs:
         """Split gradients to push: (keys, rows) of a sparse table, or the block of a dense one."""
         if not isinstance(block, tuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torchfleet.ps.net.wire import Array, Command
+from torchfleet.ps.net.wire import STATE, Array, Command
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.connection import Call, Connection
 from torchfleet.ps.worker.client.requests import Requests
@@ -28,8 +28,19 @@ class Walks(Requests):
         """
         num_rows = max(1, WALK_BYTES // (_KEY_BYTES + 4 * spec.dim))
 
+        for keys, values, _ in self._walk(spec, num_rows, 0):
+            yield keys, values
+
+    def walk_rows(self, spec: TableSpec) -> Iterator[tuple[Keys, Floats, int]]:
+        """As `walk`, with the state of each row behind its values: (keys, rows (keys, num_words), the server's step).
+        There is at least one chunk of each server, which may be empty.
+        """
+        yield from self._walk(spec, max(1, WALK_BYTES // (_KEY_BYTES + 4 * spec.num_words)), STATE)
+
+    def _walk(self, spec: TableSpec, num_rows: int, flags: int) -> Iterator[tuple[Keys, Floats, int]]:
         def ask(connection: Connection, cursor: int) -> Call:
-            return connection.submit(Command.WALK, [Array(spec.number, np.array([cursor, num_rows], np.uint64))])
+            place = Array(spec.number, np.array([cursor, num_rows], np.uint64))
+            return connection.submit(Command.WALK, [place], flags)
 
         under_way = deque((connection, ask(connection, 0)) for connection in self._connections)
         while under_way:
@@ -38,4 +49,4 @@ class Walks(Requests):
             cursor = int(after.data[0, 0])
             if cursor:
                 under_way.append((connection, ask(connection, cursor)))
-            yield keys.data.reshape(-1), values.data
+            yield keys.data.reshape(-1), values.data, int(after.data[-1, 0])

@@ -229,6 +229,16 @@ class Communicator(ABC):
         """Yield this worker's own rows, which replace the servers' in a state_dict, in chunks; empty in most modes."""
         return iter(())
 
+    def own_states(self, table: str) -> Iterator[tuple[Keys, Floats]]:
+        """As `own_rows`, of the optimizer's state of rows."""
+        return iter(())
+
+    def take_states(self) -> None:  # noqa: B027
+        """At the start: take the optimizer's state that this worker keeps itself from the servers."""
+
+    def put_states(self) -> None:  # noqa: B027  (in most modes the servers have it)
+        """Before worker 0 saves: give the servers the optimizer's state that this worker keeps itself."""
+
     def check_loading(self) -> None:  # noqa: B027  (most modes take what is loaded)
         """Raise ModelError if a state cannot be loaded in this mode."""
 
@@ -244,6 +254,12 @@ class Communicator(ABC):
         for cache in self.caches:
             if cache.spec.name in tables:
                 cache.empty()
+
+    def begin_with_states(self, steps: Mapping[str, int]) -> None:
+        """Go on from optimizer states given to the servers. `steps`: of the tables of rows that have any."""
+        for cache in self.caches:
+            if cache.spec.name in steps:
+                cache.empty(steps[cache.spec.name])
 
     def release(self) -> None:
         """Leave the model as it was, so that it can be used in another job."""

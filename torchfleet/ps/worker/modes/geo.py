@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.plan import Plan
 from torchfleet.ps.worker.lookup.sources import PullAhead
 from torchfleet.ps.worker.modes.communicator import Communicator, Gradients
+from torchfleet.ps.worker.torch_states import BlockState, block_state, states_of
 
 _MOST_FORESEEN = 16  # pulls whose rows are kept; later ones are asked for again when they are trained
 _NEGLIGIBLE = 1e-6  # a remainder that is no longer sent; float32 values near 1 are 1e-7 apart
@@ -52,11 +53,16 @@ class Geo(Communicator):
         k_steps: int,
         num_workers: Callable[[], int],
         step_dense: Callable[[], Any],
+        states: MutableMapping[Any, Any],
+        is_first: bool,
     ) -> None:
+        """`states`: those of the optimizer that steps the network here, by parameter. `is_first`: this is worker 0,
+        whose velocities are saved and loaded.
+        """
         super().__init__(client, plan, connect)
         self.alone = self._alone = threading.RLock()
         self._k_steps, self._num_workers = k_steps, num_workers
-        self._step_dense = step_dense
+        self._step_dense, self._states, self._is_first = step_dense, states, is_first
         self._specs = {name: group.spec.in_memory() for name, group in plan.sparse.items()}
         self._local: dict[str, SparseTable] = {}
         self._base: dict[str, SparseTable] = {}
@@ -79,13 +85,45 @@ class Geo(Communicator):
 
     def _begin_with_none(self, tables: Collection[str]) -> None:
         """Start without local rows of these tables. The model must have the servers' dense values."""
-        limit = max_table_bytes()
         for name in tables:
-            self._local[name], self._base[name] = (SparseTable(self._specs[name], limit) for _ in range(2))
-            self._touched[name] = []
-            self._foreseen[name] = deque(maxlen=_MOST_FORESEEN)
+            self._drop_rows(name)
         self._dense_base = {group.spec.name: group.values() for group in self._plan.dense}
         self._is_shown = False
+
+    def _drop_rows(self, table: str) -> None:
+        limit = max_table_bytes()
+        self._local[table], self._base[table] = (SparseTable(self._specs[table], limit) for _ in range(2))
+        self._touched[table] = []
+        self._foreseen[table] = deque(maxlen=_MOST_FORESEEN)
+
+    def begin_with_states(self, steps: Mapping[str, int]) -> None:
+        with self._alone:
+            for name in steps:
+                self._drop_rows(name)
+
+    def own_states(self, table: str) -> Iterator[tuple[Keys, Floats]]:
+        with self._alone:
+            for keys, values, _ in list(self._local[table].chunks()):
+                yield keys, values[:, self._specs[table].dim :]
+
+    def put_states(self) -> None:
+        with self._alone:
+            for name, spec in self._specs.items():
+                for keys, states in self.own_states(name) if spec.num_words > spec.dim else ():
+                    self._client.assign_states(name, keys, states, max(1, self.num_steps))
+            for group in self._plan.dense:
+                if group.spec.num_states:
+                    found = [self._states.get(parameter, {}) for parameter in group.parameters]
+                    state = block_state(group, found, max(1, self.num_steps))
+                    self._client.set_block_state(group.spec.name, *state)
+
+    def take_states(self) -> None:
+        for group in self._plan.dense:
+            if group.spec.num_states:
+                block, step = self._client.pull_block(group.spec.name)
+                if step and block[1:].any():
+                    made = states_of(group, BlockState(block[1:], step))
+                    self._states.update(zip(group.parameters, made, strict=True))
 
     def begin_anew(self, tables: Collection[str]) -> None:
         with self._alone:
@@ -119,7 +157,7 @@ class Geo(Communicator):
     def _hold(self, keys: Mapping[str, Keys], rows: Mapping[str, Floats]) -> None:
         """Take rows of the servers into the local copy."""
         for name, values in rows.items():
-            self._local[name].assign(keys[name], values)
+            self._local[name].assign(keys[name], self._with_states(name, keys[name], values))
             self._base[name].assign(keys[name], values)
 
     def _hold_trained(self, sparse: Mapping[str, tuple[Keys, Floats]]) -> None:
@@ -143,6 +181,13 @@ class Geo(Communicator):
     def without_row(self, keys: Mapping[str, Keys]) -> Mapping[str, Keys]:
         with self._alone:
             return super().without_row({name: self._local[name].absent(own) for name, own in keys.items()})
+
+    def _with_states(self, name: str, keys: Keys, values: Floats) -> Floats:
+        """New rows with the velocities that the servers have of them, on worker 0."""
+        dim = self._specs[name].dim
+        if not self._is_first or self._specs[name].num_words == dim or not len(keys):
+            return values
+        return np.concatenate([values, self._client.pull_rows(name, keys).result()[0][:, dim:]], axis=1)
 
     def _mixed(
         self, keys: Mapping[str, Keys], missing: Mapping[str, Keys], fetched: Mapping[str, Floats], create: bool

@@ -52,14 +52,32 @@ def fetch(source: RowSource, spec: TableSpec, padding: int | None, as_read: bool
     training would start, and `padding` gets zeros; `as_read`: zeros for both, as a prediction reads them.
     """
     num_rows = spec.size if spec.has_size else source.num_rows(spec.name)
-    _check_memory(spec, num_rows)
+    _check_memory(spec, num_rows, spec.dim)
     progress = Progress(f"rows of table '{spec.name}'")
     if not spec.has_size:
-        rows = _keyed(source, spec, num_rows, progress)
+        rows = _keyed(source, spec, spec.dim, num_rows, progress)
     else:
-        values, has_row = _sized(source, spec, progress)
+        values, has_row = _sized(source, spec, spec.dim, progress)
         if not as_read:
             _fill(spec, values, has_row, padding)
+        rows = WholeRows(None, torch.from_numpy(values))
+    progress.end(f"{len(rows.values):,} are here")
+    return rows
+
+
+def fetch_states(source: RowSource, spec: TableSpec) -> WholeRows:
+    """As `fetch` for the optimizer's state of all rows, which is what `source` walks over: (rows, num_words - dim). An
+    id without a row has the initial state.
+    """
+    width = spec.num_words - spec.dim
+    num_rows = spec.size if spec.has_size else source.num_rows(spec.name)
+    _check_memory(spec, num_rows, 2 * width)  # it is cut into tensors
+    progress = Progress(f"state of table '{spec.name}'")
+    if not spec.has_size:
+        rows = _keyed(source, spec, width, num_rows, progress)
+    else:
+        values, has_row = _sized(source, spec, width, progress)
+        values[~has_row] = spec.rule.row_rule.initial_state(spec.rule)
         rows = WholeRows(None, torch.from_numpy(values))
     progress.end(f"{len(rows.values):,} are here")
     return rows
@@ -70,9 +88,9 @@ def first_rows(spec: TableSpec, keys: Keys) -> Floats:
     return SparseTable(spec.in_memory(Rule(lr=0.0)), max_table_bytes()).look_up(keys)
 
 
-def _sized(source: RowSource, spec: TableSpec, progress: Progress) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def _sized(source: RowSource, spec: TableSpec, width: int, progress: Progress) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """(values by id, zeros for ids without a row; mask of the ids with a row)."""
-    values, has_row = np.zeros((spec.size, spec.dim), np.float32), np.zeros(spec.size, np.bool_)
+    values, has_row = np.zeros((spec.size, width), np.float32), np.zeros(spec.size, np.bool_)
     done = 0
     for keys, some in source.walk(spec.name):
         values[keys.view(np.int64)] = some
@@ -91,14 +109,14 @@ def _fill(spec: TableSpec, values: Floats, has_row: npt.NDArray[np.bool_], paddi
         values[padding] = 0.0
 
 
-def _keyed(source: RowSource, spec: TableSpec, num_rows: int, progress: Progress) -> WholeRows:
+def _keyed(source: RowSource, spec: TableSpec, width: int, num_rows: int, progress: Progress) -> WholeRows:
     """Allocates room for the announced number of rows, and more if there turn out to be more."""
-    keys, values, done = np.empty(num_rows, np.int64), np.empty((num_rows, spec.dim), np.float32), 0
+    keys, values, done = np.empty(num_rows, np.int64), np.empty((num_rows, width), np.float32), 0
     for some, rows in source.walk(spec.name):
         end = done + len(some)
         if end > len(keys):
             room = max(end, int(_GROWTH * len(keys)))
-            keys, values = np.resize(keys, room), np.resize(values, (room, spec.dim))
+            keys, values = np.resize(keys, room), np.resize(values, (room, width))
         keys[done:end], values[done:end] = some.view(np.int64), rows
         done = end
         progress.show(f"{done:,} of about {num_rows:,}")
@@ -106,13 +124,13 @@ def _keyed(source: RowSource, spec: TableSpec, num_rows: int, progress: Progress
     return WholeRows(torch.from_numpy(sorted_keys), torch.from_numpy(values[done - 1 - from_end]))
 
 
-def _check_memory(spec: TableSpec, num_rows: int) -> None:
+def _check_memory(spec: TableSpec, num_rows: int, width: int) -> None:
     """Rows by key need twice the memory while they are sorted."""
-    needed = num_rows * (4 * spec.dim + 1) if spec.has_size else 2 * num_rows * (4 * spec.dim + 8)
+    needed = num_rows * (4 * width + 1) if spec.has_size else 2 * num_rows * (4 * width + 8)
     free = available_bytes()
     if needed > free:
         raise ModelError(
-            f"table '{spec.name}' has {num_rows:,} rows of {spec.dim} numbers: {needed / 1e9:,.1f} GB are needed to "
+            f"table '{spec.name}' has {num_rows:,} rows of {width} numbers: {needed / 1e9:,.1f} GB are needed to "
             f"hold it here, and {free / 1e9:,.1f} GB are free. Save it with fleet.save(dirname), where every server "
             "writes its own share; SparseEmbedding(..., state='none') leaves it out of state_dict()."
         )
