@@ -54,6 +54,7 @@ from torchfleet.api.process_role import (
     worker_num as worker_num,
 )
 from torchfleet.api.row_passes import begin_pass as begin_pass, end_pass as end_pass
+from torchfleet.api.job_state import load_state as load_state, save_state as save_state
 from torchfleet.api.saves import (
     load as load,
     replace_features as replace_features,

@@ -29,6 +29,7 @@ class CurrentJob:
         self.arguments: dict[str, Any] = {}  # of fleet.init, which made the job
         self.has_stopped = False  # stop_worker has ended the last job
         self.callbacks = Callbacks()
+        self.prepared: dict[str, Any] = {}  # loaders and schedulers of fleet.prepare, whose state a save may have
 
 
 current = CurrentJob()

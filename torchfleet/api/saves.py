@@ -9,6 +9,7 @@ from typing import Any
 
 from torchfleet.api.current_job import any_job, current, get_job
 from torchfleet.api.job.not_begun import NO_WORKER
+from torchfleet.api.job.protocol import STATE
 from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.stop_request import end_with_save
 from torchfleet.base.paddle_names import SAVING, SAVING_INFERENCE, with_paddle_arguments
@@ -72,7 +73,7 @@ def load(dirname: str) -> dict[str, Any]:
 
     All ranks call it together, after distributed_model and distributed_optimizer. Returns the `extra` of the save.
     """
-    return any_job().load(dirname)
+    return {name: value for name, value in any_job().load(dirname).items() if name != STATE}
 
 
 def replace_features(features: Sequence[Feature]) -> None:
@@ -90,6 +91,17 @@ def replace_features(features: Sequence[Feature]) -> None:
 
 def saved_extra(dirname: str) -> dict[str, Any] | None:
     """The `extra` that was saved with the model in `dirname`; None if there is no complete model."""
+    found = _extra(dirname)
+    return None if found is None else {name: value for name, value in found.items() if name != STATE}
+
+
+def saved_state(dirname: str) -> list[Any] | None:
+    """What fleet.save_state has added to the save in `dirname`, by worker; None if another call made it."""
+    found = (_extra(dirname) or {}).get(STATE)
+    return found if isinstance(found, list) else None
+
+
+def _extra(dirname: str) -> dict[str, Any] | None:
     storage = Storage(dirname)
     if not has_manifest(storage):
         return None

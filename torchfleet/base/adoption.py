@@ -10,10 +10,27 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from torchfleet.base.errors import FleetError
 from torchfleet.base.paddle_names import OPTIMIZER, WithPaddleNames
 
 # Hooks of all optimizers of the process: torch.optim.optimizer.register_optimizer_step_pre_hook and ..._post_hook.
 _GLOBAL_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of its param groups."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    """Set what `options_of` has returned, in place. Raises FleetError for another number of groups."""
+    if len(options) != len(optimizer.param_groups):
+        raise FleetError(
+            f"expected the options of {len(optimizer.param_groups)} param groups, found {len(options)}: the optimizer "
+            "is not the one that was saved"
+        )
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
 
 
 class AdoptedOptimizer(WithPaddleNames, torch.optim.Optimizer):

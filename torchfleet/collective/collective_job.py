@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchfleet.base.adoption import options_of, set_options
 from torchfleet.base.backward_loss import LossWatch
 from torchfleet.base.cuda_capture import is_capturing
 from torchfleet.base.errors import FleetError
@@ -274,6 +275,18 @@ class CollectiveJob(ModelAndOptimizer):
             strategy.after_load()
         self.load_features(dirname)
         return extra
+
+    def check_whole_state(self) -> None:
+        """Does nothing: a save has the state of any optimizer."""
+
+    def begin_from(self, dirname: str) -> None:
+        self.load(dirname)
+
+    def optimizer_options(self) -> list[list[dict[str, Any]]]:
+        return [options_of(self._trained()[1])]
+
+    def set_optimizer_options(self, options: list[list[dict[str, Any]]]) -> None:
+        set_options(self._trained()[1], options[0])
 
     def elastic_steps(
         self,

@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # collective jobs load nothing of servers
     from torchfleet.ps.worker.model_saving import Kind
 
 
+STATE = "fleet.state"  # in the `extra` of a save: the states of all workers, as fleet.save_state adds them
+
+
 class Job(Protocol):
     """One process's part in a job: ParameterServerJob, or CollectiveJob in torchfleet/collective.
 
@@ -95,6 +98,22 @@ class Job(Protocol):
 
     def load(self, dirname: str) -> dict[str, Any]:
         """Continue from a save. Returns its `extra`."""
+        ...
+
+    def check_whole_state(self) -> None:
+        """Raise FleetError if a save would leave out a part of the optimizer's state."""
+        ...
+
+    def begin_from(self, dirname: str) -> None:
+        """Load a save, or check that the servers have loaded it when they began."""
+        ...
+
+    def optimizer_options(self) -> list[list[dict[str, Any]]]:
+        """The options of all param groups, by optimizer: learning rates and others."""
+        ...
+
+    def set_optimizer_options(self, options: list[list[dict[str, Any]]]) -> None:
+        """Set what `optimizer_options` has returned."""
         ...
 
     def is_asked_to_stop(self) -> bool:

@@ -14,6 +14,8 @@ from torchfleet.api.job.not_begun import NO_SERVER, NO_WORKER
 from torchfleet.api.job.printing import configuration, summary, tables
 from torchfleet.api.job.server_role import ServerRole, meeting_name
 from torchfleet.api.job.worker_role import WorkerRole
+from torchfleet.api.job.worker_start import check_loaded
+from torchfleet.base.adoption import options_of, set_options
 from torchfleet.base.errors import FleetError
 from torchfleet.base.role.role_info import HETER_WORKER, SERVER, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
@@ -220,6 +222,28 @@ class ParameterServerJob(JobSetup):
 
     def load(self, dirname: str) -> dict[str, Any]:
         raise FleetError("fleet.load is for collective training; servers load when they start: init_server(dirname)")
+
+    def check_whole_state(self) -> None:
+        for optimizer in self.optimizers:
+            kept = optimizer.kept_network()
+            for group in optimizer.plan.dense if kept is not None else ():
+                has_state = any(kept.states.get(parameter) for parameter in group.parameters)
+                if has_state and (not group.spec.num_states or not all(map(kept.owns, group.parameters))):
+                    raise FleetError(
+                        f"fleet.save_state: the state of {type(optimizer.user).__name__} for '{group.names[0]}' is not "
+                        "saved by servers: they keep that of the optimizers whose rule they know, of workers that have "
+                        "all of it. Use one of those in hybrid mode, without 'sharding', or fleet.save."
+                    )
+
+    def begin_from(self, dirname: str) -> None:
+        check_loaded(self.worker.client, dirname)
+
+    def optimizer_options(self) -> list[list[dict[str, Any]]]:
+        return [options_of(optimizer) for optimizer in self.optimizers]
+
+    def set_optimizer_options(self, options: list[list[dict[str, Any]]]) -> None:
+        for optimizer, own in zip(self.optimizers, options, strict=True):
+            set_options(optimizer, own)
 
     def is_asked_to_stop(self) -> bool:
         """Only worker 0 is asked, since it saves. The others must continue until it has saved: in sync mode its step

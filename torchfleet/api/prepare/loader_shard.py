@@ -44,6 +44,14 @@ def iterates_by_itself(loader: DataLoader[Any]) -> bool:
     return any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "__len__"))
 
 
+def order_of(loader: Any) -> SharedOrder | None:
+    """The common order of what `shared_loader` has made; None if the workers have none."""
+    if isinstance(loader, BatchesOfEvery):
+        return loader.order
+    sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else getattr(loader.sampler, "items", None)
+    return getattr(sampler, "order", None)
+
+
 class BatchShard(Sampler[list[Any]]):
     """Yields the batch at position `index` of every `num` consecutive batches.
 
@@ -53,13 +61,13 @@ class BatchShard(Sampler[list[Any]]):
     """
 
     def __init__(self, batches: Any, index: int, num: int, order: SharedOrder) -> None:
-        self._batches, self._index, self._num, self._order = batches, index, num, order
+        self._batches, self._index, self._num, self.order = batches, index, num, order
         self._drops = bool(getattr(batches, "drop_last", False))
         # a sampler of the user's may have batches of any size, which stay as they are
         self._size: int = batches.batch_size if type(batches) is BatchSampler else 0
 
     def __iter__(self) -> Iterator[list[Any]]:
-        for taken in _rounds(self._order.begin(self._batches), self._num):
+        for taken in _rounds(self.order.begin(self._batches), self._num):
             if len(taken) == self._num and len(taken[-1]) >= self._size:
                 yield taken[self._index]
             elif not self._drops:
@@ -78,10 +86,10 @@ class _Passes:
     """A sampler whose passes have a shared order."""
 
     def __init__(self, sampler: Any, order: SharedOrder) -> None:
-        self._sampler, self._order = sampler, order
+        self._sampler, self.order = sampler, order
 
     def __iter__(self) -> Iterator[Any]:
-        return self._order.begin(self._sampler)
+        return self.order.begin(self._sampler)
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -94,14 +102,14 @@ class _OneOfEvery:
     """
 
     def __init__(self, items: Any, index: int, num: int) -> None:
-        self._items, self._index, self._num = items, index, num
+        self.items, self._index, self._num = items, index, num
 
     def __iter__(self) -> Iterator[Any]:
-        for taken in _rounds(self._items, self._num):
+        for taken in _rounds(self.items, self._num):
             yield taken[self._index % len(taken)]
 
     def __len__(self) -> int:
-        return (len(self._items) + self._num - 1) // self._num
+        return (len(self.items) + self._num - 1) // self._num
 
 
 class OrderShard(_OneOfEvery, Sampler[Any]):
@@ -120,11 +128,11 @@ class BatchesOfEvery:
     """
 
     def __init__(self, loader: DataLoader[Any], index: int, num: int, order: SharedOrder) -> None:
-        self._loader, self._order = loader, order
+        self._loader, self.order = loader, order
         self._index, self._num, self._drops = index, num, loader.drop_last
 
     def __iter__(self) -> Iterator[Any]:
-        for taken in _rounds(self._order.begin(self._loader), self._num):
+        for taken in _rounds(self.order.begin(self._loader), self._num):
             if len(taken) == self._num or not self._drops:
                 yield taken[self._index % len(taken)]
 

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from torchfleet.api import distributing, job_life, process_role, saves
+from torchfleet.api.current_job import current
 from torchfleet.api.prepare.first_batch import num_lookups
 from torchfleet.api.prepare.loader_shard import BatchesOfEvery, shared_loader
 from torchfleet.api.prepare.prepared_loader import PreparedLoader, prepared_loader
@@ -68,12 +69,15 @@ def prepare(
         prepared[id(optimizer)] = distributing.distributed_optimizer(optimizer)
     start(dirname)
     device = next((parameter.device for parameter in made.parameters()), torch.device("cpu"))
+    current.prepared = {}
     for number, thing in enumerate(objects):
         if isinstance(thing, DataLoader):
             share = _shared(thing, f"the loader of argument {number + 1}")
             prepared[id(thing)] = prepared_loader(thing, share, device)
         elif isinstance(thing, LRScheduler):
             prepared[id(thing)] = thing
+        if isinstance(thing, (DataLoader, LRScheduler)):
+            current.prepared[f"prepare, argument {number + 1}"] = prepared[id(thing)]
     return tuple(prepared[id(thing)] for thing in objects)
 
 

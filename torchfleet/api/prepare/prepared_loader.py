@@ -5,21 +5,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from torchfleet.api import training_passes
+from torchfleet.api.prepare.loader_place import Batches, LoaderPlace
 from torchfleet.collective.tensors.outputs import map_tensors
-
-
-class Batches(Protocol):
-    """A loader, or a share of one."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __len__(self) -> int: ...
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -28,20 +21,28 @@ class PreparedLoader(DataLoader[Any]):
     """
 
     # The attributes of a DataLoader are in __dict__, which belongs to the loader.
-    __slots__ = ("_fleet_batches", "_fleet_device")
+    __slots__ = ("_fleet_batches", "_fleet_device", "_fleet_place")
     _fleet_batches: Batches
     _fleet_device: torch.device
+    _fleet_place: LoaderPlace
 
     is_prefetched = True
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        is_here = self._fleet_device.type == "cpu"
-        return training_passes.prefetch(
-            self._fleet_batches if is_here else _Moved(self._fleet_batches, self._fleet_device)
-        )
+        batches = self._fleet_place.batches()
+        source = batches if self._fleet_device.type == "cpu" else _Moved(batches, self._fleet_device)
+        return self._fleet_place.followed(training_passes.prefetch(source))
 
     def __len__(self) -> int:
         return len(self._fleet_batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the present pass: how many batches were given, and the random numbers of its order."""
+        return self._fleet_place.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration go on at this place. It reads and drops the batches before it."""
+        self._fleet_place.load_state_dict(state_dict)
 
 
 class _Moved:
@@ -65,6 +66,7 @@ def prepared_loader(loader: DataLoader[Any], share: Batches, device: torch.devic
     object.__setattr__(made, "__dict__", vars(share if isinstance(share, DataLoader) else loader))
     object.__setattr__(made, "_fleet_batches", share)
     object.__setattr__(made, "_fleet_device", device)
+    object.__setattr__(made, "_fleet_place", LoaderPlace(share))
     return made  # type: ignore[no-any-return]
 
 

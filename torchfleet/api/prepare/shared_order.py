@@ -31,14 +31,15 @@ class SharedOrder:
 
     def __init__(self, sampler: Any, agree: Agree, each_pass: bool, name: str, draws_anywhere: bool = False) -> None:
         self._agree, self._name, self._num_passes = agree, name, 0
-        self._states = _AllStates() if draws_anywhere else _TorchState()
+        self._states = AllStates() if draws_anywhere else _TorchState()
         self._draws_globally = draws_anywhere or getattr(sampler, "generator", self) is None
-        self._state: bytes | None = None  # random state of the next pass, if workers do not meet for it
+        self.state: bytes | None = None  # random state of the next pass, if workers do not meet for it
+        self.generator: torch.Generator | None = getattr(sampler, "generator", None)  # of the sampler
         if getattr(sampler, "generator", None) is not None:
             told = self._of_worker_0(sampler.generator.get_state().numpy().tobytes())
             sampler.generator.set_state(_as_tensor(told))
         if self._draws_globally and not each_pass:
-            self._state = self._of_worker_0(self._states.get())
+            self.state = self._of_worker_0(self._states.get())
 
     def begin(self, items: Iterable[Item]) -> Iterator[Item]:
         """Begin a pass over `items`: the sampler of this order, or batches from it."""
@@ -53,7 +54,7 @@ class SharedOrder:
     def _random_numbers(self) -> Iterator[None]:
         """Within this context, torch's global random state is that of the pass."""
         self._num_passes += 1
-        own, kept = self._states.get(), self._state
+        own, kept = self._states.get(), self.state
         state = self._of_worker_0(own) if kept is None else kept
         if kept is None and state == own:  # worker 0, and workers with its seed: as in plain torch
             yield
@@ -62,7 +63,7 @@ class SharedOrder:
         try:
             yield
         finally:
-            self._state = None if kept is None else self._states.get()
+            self.state = None if kept is None else self._states.get()
             self._states.set(own)
 
     def _of_worker_0(self, state: bytes) -> bytes:
@@ -79,7 +80,7 @@ class _TorchState:
         torch.set_rng_state(_as_tensor(state))
 
 
-class _AllStates(_TorchState):
+class AllStates(_TorchState):
     """The global random states of torch, of numpy and of Python."""
 
     def get(self) -> bytes:
