@@ -105,6 +105,24 @@ def test_a_checkpoint_of_plain_lightning_is_restored_into_a_fleet(job: Any, tmp_
     fleet.stop_worker()
 
 
+def test_a_checkpoint_of_the_trainer_is_gone_on_from_with_the_optimizers_state(job: Any, tmp_path: Path) -> None:
+    """By hand, without FleetStrategy, and from plain Lightning's file."""
+    expected, _ = plain(job, tmp_path, max_epochs=2, enable_checkpointing=False)
+    _, of_lightning = plain(job, tmp_path / "one", max_epochs=1)
+    fleet.init()
+    _, of_fleet = by_fleet(job, tmp_path, max_epochs=1)
+    fleet.stop_worker()
+    for one in (of_fleet, of_lightning):
+        fleet.init()
+        module = job.distributed(job.Ratings(sparse=True))
+        fleet.init_worker()
+        trainer = job.trainer(tmp_path / "more", max_epochs=2, enable_checkpointing=False)
+        path = one.checkpoint_callback.best_model_path
+        trainer.fit(module, loader(job), loader(job, seed=1, num=160), ckpt_path=path, weights_only=True)
+        torch.testing.assert_close(job.rated(module), job.rated(expected), rtol=0, atol=1e-5)
+        fleet.stop_worker()
+
+
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("lightning_imported")

@@ -94,6 +94,44 @@ def test_a_model_that_the_trainer_saves_has_the_rows_and_loads_without_a_fleet(j
     torch.testing.assert_close(job.answers(restored), found, rtol=0, atol=1e-6)
 
 
+def test_a_checkpoint_of_the_trainer_is_gone_on_from_with_the_optimizers_state(job: Any, tmp_path: Path) -> None:
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    expected, _ = plain(job, tmp_path / "plain", max_steps=4)
+    model, optimizer = with_rows_on_servers(job)
+    job.make_trainer(model, optimizer, tmp_path, job.Sentences(), **options).train()
+    fleet.stop_worker()
+    model, optimizer = with_rows_on_servers(job)
+    trainer = job.make_trainer(model, optimizer, tmp_path, job.Sentences(), **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    torch.testing.assert_close(job.answers(model), expected, rtol=0, atol=1e-5)
+    fleet.stop_worker()
+
+
+def test_states_that_accelerate_saves_are_gone_on_from(job: Any, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    def train(first: int, stop: int, load: bool) -> Any:
+        model, optimizer = with_rows_on_servers(job)
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        model.train()
+        if load:
+            accelerator.load_state(str(tmp_path))
+        for batch in list(DataLoader(job.Sentences(), job.BATCH))[first:stop]:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if not load and stop == 2:
+            accelerator.save_state(str(tmp_path))
+        found = job.answers(accelerator.unwrap_model(model))
+        fleet.stop_worker()
+        return found
+
+    expected = train(0, 4, load=False)
+    train(0, 2, load=False)
+    torch.testing.assert_close(train(2, 4, load=True), expected, rtol=0, atol=1e-6)
+
+
 def test_a_loop_of_accelerate_with_rows_on_servers_trains_to_the_result_without(job: Any) -> None:
     from accelerate import Accelerator
 

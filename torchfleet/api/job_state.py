@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -53,13 +52,13 @@ def save_state(dirname: str, keep: Mapping[str, Kept] | None = None, extra: Mapp
     if job.info.worker_index == 0:
         try:
             number = save(dirname, {**(extra or {}), **told})
-        except FleetError as error:
-            failed = str(error)
+        except BaseException as error:  # the others wait for it
+            failed = f"{type(error).__name__}: {error}"
             raise
         finally:
-            job.gather("fleet.save_state, done", json.dumps([failed, number]).encode())
+            job.gather("fleet.save_state, done", msgspec.json.encode([failed, number]))
         return number
-    failed, number = json.loads(job.gather("fleet.save_state, done", b"")[0])
+    failed, number = msgspec.json.decode(job.gather("fleet.save_state, done", b"")[0], type=tuple[str, int])
     if failed:
         raise CheckpointError(f"worker 0 could not save to {dirname}: {failed}")
     return number
@@ -124,7 +123,8 @@ def _check_fixed(user: str) -> None:
 
 
 def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+    has_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
 
 
 def _unpacked(text: Any, dirname: str) -> dict[str, Any]:

@@ -226,7 +226,9 @@ class ParameterServerJob(JobSetup):
     def check_whole_state(self) -> None:
         for optimizer in self.optimizers:
             kept = optimizer.kept_network()
-            for group in optimizer.plan.dense if kept is not None else ():
+            if kept is None:
+                continue
+            for group in optimizer.plan.dense:
                 has_state = any(kept.states.get(parameter) for parameter in group.parameters)
                 if has_state and (not group.spec.num_states or not all(map(kept.owns, group.parameters))):
                     raise FleetError(

@@ -12,6 +12,7 @@ import torch
 
 import torchfleet as fleet
 from torchfleet.api import process_role
+from torchfleet.base.adoption import options_of, set_options
 from torchfleet.base.errors import FleetError
 from torchfleet.collective.tensors.whole_state import whole_state
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
@@ -89,16 +90,34 @@ class CheckpointFolders:
         with _without_any_ids(module):
             module.load_state_dict(state, strict=strict)
 
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The optimizer's state on the first worker, without that of tables for any id, which the folder has. On other
+        workers, which write no file, only its options.
+        """
+        if self._is_collective:
+            return dict(optimizer.state_dict())
+        if not self.is_global_zero:
+            return {"state": {}, "param_groups": options_of(optimizer)}
+        with _without_any_ids(self.lightning_module):
+            return dict(optimizer.state_dict())
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load options of the param groups, such as the learning rate. The state comes from the folder, or is new."""
-        if self._folder is None:
+        """Load options of the param groups, such as the learning rate, and the state if the servers have not loaded the
+        folder. All workers call it.
+        """
+        if self._is_collective and self._folder is None:
             print(
                 f"FleetStrategy: there is no folder {_SUFFIX} beside the checkpoint: the optimizer's state begins anew",
                 flush=True,
             )
-        if not self._is_collective:
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                optimizer.load_state_dict({**state, "state": {}})
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if self._is_collective:
+                continue
+            if self._folder is None:
+                optimizer.load_state_dict(state)
+            else:
+                groups = state["param_groups"]
+                set_options(optimizer, [{name: group[name] for name in group if name != "params"} for group in groups])
 
 
 def _has_any_id(module: torch.nn.Module) -> bool:
