@@ -12,10 +12,11 @@ import torch
 
 from torchfleet.api.current_job import any_job, current
 from torchfleet.api.job.not_begun import NO_WORKER
-from torchfleet.api.job.protocol import STATE
 from torchfleet.api.saves import save, saved_extra, saved_state
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.base.plain_values import pack, unpack
+from torchfleet.base.prepared_types import prepared
+from torchfleet.base.saved_extra import STATE
 from torchfleet.collective.elastic.random_states import RandomStates, random_states, set_random_states
 
 
@@ -98,7 +99,7 @@ def load_state(dirname: str, keep: Mapping[str, Kept] | None = None) -> dict[str
     for name, one in objects.items():
         one.load_state_dict(own["kept"][name])
     job.set_optimizer_options(own["options"])
-    set_random_states(msgspec.convert(own["random"], RandomStates), _device())
+    set_random_states(msgspec.convert(own["random"], prepared(RandomStates)), _device())
     return extra or {}
 
 

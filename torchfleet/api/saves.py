@@ -9,10 +9,10 @@ from typing import Any
 
 from torchfleet.api.current_job import any_job, current, get_job
 from torchfleet.api.job.not_begun import NO_WORKER
-from torchfleet.api.job.protocol import STATE
 from torchfleet.base.errors import FleetError
 from torchfleet.base.monitor.stop_request import end_with_save
 from torchfleet.base.paddle_names import SAVING, SAVING_INFERENCE, with_paddle_arguments
+from torchfleet.base.saved_extra import STATE, script_extra
 from torchfleet.base.storage import Storage
 from torchfleet.data.features import Feature
 from torchfleet.ps.checkpoint.manifest import read_manifest
@@ -73,7 +73,7 @@ def load(dirname: str) -> dict[str, Any]:
 
     All ranks call it together, after distributed_model and distributed_optimizer. Returns the `extra` of the save.
     """
-    return {name: value for name, value in any_job().load(dirname).items() if name != STATE}
+    return script_extra(any_job().load(dirname))
 
 
 def replace_features(features: Sequence[Feature]) -> None:
@@ -92,7 +92,7 @@ def replace_features(features: Sequence[Feature]) -> None:
 def saved_extra(dirname: str) -> dict[str, Any] | None:
     """The `extra` that was saved with the model in `dirname`; None if there is no complete model."""
     found = _extra(dirname)
-    return None if found is None else {name: value for name, value in found.items() if name != STATE}
+    return None if found is None else script_extra(found)
 
 
 def saved_state(dirname: str) -> list[Any] | None:

@@ -17,9 +17,6 @@ if TYPE_CHECKING:  # collective jobs load nothing of servers
     from torchfleet.ps.worker.model_saving import Kind
 
 
-STATE = "fleet.state"  # in the `extra` of a save: the states of all workers, as fleet.save_state adds them
-
-
 class Job(Protocol):
     """One process's part in a job: ParameterServerJob, or CollectiveJob in torchfleet/collective.
 

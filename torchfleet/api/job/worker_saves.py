@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.last_saves import LastSave, LastSaves
-from torchfleet.api.job.protocol import STATE
 from torchfleet.api.serving.description import ModelDescriber, saved_features
 from torchfleet.base.monitor.stop_request import stop_request
+from torchfleet.base.saved_extra import script_extra
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import Manifest
 from torchfleet.ps.worker.client.client import Client
@@ -105,7 +105,6 @@ class WorkerSaves:
         outdated = [save for save in saves if self._last_saves.is_outdated(save)]
         for save in outdated:
             # States of workers (fleet.save_state) belong to the moment of that save, and not to the model of now.
-            extra = {name: value for name, value in (save.extra or {}).items() if name != STATE}
-            number = self.save(save.dirname, save.kind, extra).number
+            number = self.save(save.dirname, save.kind, script_extra(save.extra or {})).number
             print(f"fleet: {save.dirname} is saved again (save {number}): others trained after the save", flush=True)
         return [save.dirname for save in outdated]

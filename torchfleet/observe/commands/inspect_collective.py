@@ -9,6 +9,7 @@ import msgspec
 
 from torchfleet.base.monitor.progress import Progress
 from torchfleet.base.printable import say
+from torchfleet.base.saved_extra import script_extra
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, SavedTensor, num_elements, read
 from torchfleet.collective.checkpoint.single_file import export
@@ -57,7 +58,7 @@ def _describe(storage: Storage, manifest: CollectiveManifest) -> dict[str, Any]:
         "strategy": manifest.strategy,
         "optimizer": manifest.optimizer,
         "groups": [{**group.options, "num_parameters": len(group.parameters)} for group in manifest.groups],
-        "extra": manifest.extra,
+        "extra": script_extra(manifest.extra),
         "tied": manifest.tied,
         "files": len({piece.file for tensor in manifest.tensors for piece in tensor.pieces}),
         "bytes": dict(sum((Counter({tensor.kind: tensor.bytes}) for tensor in manifest.tensors), Counter())),

@@ -12,6 +12,7 @@ import numpy as np
 from torchfleet.base.errors import TableError
 from torchfleet.base.monitor.progress import Progress
 from torchfleet.base.printable import say
+from torchfleet.base.saved_extra import script_extra
 from torchfleet.base.storage import Storage
 from torchfleet.observe.commands.drawing import print_summary, print_table, time_text
 from torchfleet.ps.checkpoint.chain import live_candidates, live_rows, statistics_of
@@ -43,7 +44,7 @@ class SavedModel:
             "kind": manifest.kind,
             "num_servers": manifest.num_servers,
             "time": manifest.time,
-            "extra": manifest.extra,
+            "extra": script_extra(manifest.extra),
             "chain": [_describe_link(manifest, link) for link in manifest.links()],
             "tables": [_describe_table(manifest, table) for table in manifest.tables],
         }

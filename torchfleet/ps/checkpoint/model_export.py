@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.base.errors import CheckpointError
+from torchfleet.base.saved_extra import script_extra
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.byte_words import to_bytes
 from torchfleet.ps.checkpoint.export import FORMATS, export_table
@@ -58,7 +59,7 @@ def export_model(
     show(PARAMETERS)
     parameters = _write_parameters(storage, manifest, target)
     description = {"format": "torchfleet export", "version": 1, "save": manifest.save, "tables": tables}
-    description |= {"parameters": parameters, "extra": manifest.extra}
+    description |= {"parameters": parameters, "extra": script_extra(manifest.extra)}
     write_file(target, DESCRIPTION, [msgspec.json.format(msgspec.json.encode(description), indent=2)])
     return description
 
