@@ -67,6 +67,16 @@ def test_two_workers_go_on_bit_for_bit(mode: str | None, tmp_path: Path) -> None
             assert resumed == straight[4:]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "hybrid", "servers"])
+def test_two_workers_save_and_load_as_in_plain_torch(mode: str, tmp_path: Path) -> None:
+    options = [SCRIPT, "--folder", str(tmp_path), "--mode", mode, "--dicts"]
+    with forked_fleetrun(tmp_path / "log", "--server_num", "2", "--worker_num", "2", *options) as job:
+        assert job.wait() == 0, job.output
+    for worker in (0, 1):
+        assert json.loads((tmp_path / f"wrong.{worker}").read_text()) == []
+
+
 def test_a_place_that_cannot_be_found_again_is_refused(tmp_path: Path) -> None:
     folder = str(tmp_path / "model")
     train(begin(), stop=STOP, save=folder)

@@ -18,7 +18,7 @@ from support.messages import naming
 import torchfleet as fleet
 from torchfleet import nn, optim
 from torchfleet.api import current_job
-from torchfleet.base.errors import FleetError, ModelError
+from torchfleet.base.errors import FleetError, ModelError, TableError
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.row_format import RowFormat
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
@@ -342,3 +342,43 @@ def test_state_alone_leaves_values_and_makes_no_row(dtype: str) -> None:
     assert found[0][order].tolist() == list(range(5))
     assert found[2] == 7
     assert np.array_equal(found[1][order], np.concatenate([values, states[:5]], axis=1))
+
+
+def test_state_alone_of_a_network_leaves_its_values() -> None:
+    client = Client([jobs.InProcess(Server(max_table_bytes=1 << 22)).connect() for _ in range(2)])
+    spec = TableSpec("d", "dense", size=5, rule=Rule("adam", lr=0.1), num_shards=2)
+    client.create_table(spec)
+    client.set_dense("d", np.arange(5, dtype=np.float32))
+    states = np.arange(10, dtype=np.float32).reshape(2, 5)
+    client.set_block_state("d", states, step=3)
+    block, step = client.pull_block("d")
+    assert step == 3
+    assert np.array_equal(block, np.concatenate([np.arange(5, dtype=np.float32)[None], states]))
+    with pytest.raises(TableError, match=naming("negative")):
+        client.set_block_state("d", -states - 1, step=4)
+    assert np.array_equal(client.pull_block("d")[0], block)
+
+
+def test_rows_in_a_cache_go_on_with_their_state() -> None:
+    def cached() -> torch.nn.Module:
+        return torch.nn.Sequential(nn.SparseEmbedding(3, name="ids", num_embeddings=NUM_IDS, cache="1MB"))
+
+    def train(model: Any, optimizer: Any, number: int) -> float:
+        loss = (model(torch.arange(number, number + 4)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    model, optimizers = begin(RULES["adam"], make_model=cached)
+    for number in range(3):
+        train(model, optimizers[0], number)
+    saved = through_a_file(model, optimizers)
+    expected = [train(model, optimizers[0], number) for number in range(4)]
+    load(copy.deepcopy(saved), model, optimizers)
+    assert [train(model, optimizers[0], number) for number in range(4)] == expected
+    fleet.stop_worker()
+    model, optimizers = begin(RULES["adam"], make_model=cached, seed=9)
+    load(saved, model, optimizers)
+    assert [train(model, optimizers[0], number) for number in range(4)] == expected
+    fleet.stop_worker()

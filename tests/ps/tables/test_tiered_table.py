@@ -178,6 +178,32 @@ def test_a_walk_gives_every_row_once(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("tiny")
+def test_state_alone_is_taken_and_given_by_rows_on_disk_too(tmp_path: Path):
+    dice, both = np.random.default_rng(7), pair(tmp_path)
+    for _ in range(200):
+        step(dice, both)
+    before = rows_of(both[0])
+    keys = np.array([*before, 2**60], np.uint64)  # the last one has no row
+    states = dice.random((len(keys), both[0].num_words - DIM), np.float32)
+    for table in both:
+        table.check_assign_state(keys, states)
+        table.assign_state(keys, states)
+        with pytest.raises(TableError):
+            table.check_assign_state(keys, states[:, :-1])
+        with pytest.raises(TableError):
+            table.check_assign_state(keys, np.full_like(states, np.nan))
+    after = {key: before[key][: 4 * DIM] + row.tobytes() for key, row in zip(before, states, strict=False)}
+    assert rows_of(both[1]) == rows_of(both[0]) == after
+    met, cursor = {}, 0
+    while True:
+        some, rows, cursor = both[1].walk_rows(cursor, 37)
+        met.update({key: row.tobytes() for key, row in zip(some.tolist(), rows, strict=True)})
+        if not cursor:
+            break
+    assert met == after
+
+
+@pytest.mark.usefixtures("tiny")
 def test_more_rows_than_memory_holds_are_loaded_onto_the_disk(tmp_path: Path):
     both = pair(tmp_path)
     keys = np.arange(1, 20_001, dtype=np.uint64)

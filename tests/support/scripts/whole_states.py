@@ -4,6 +4,7 @@ terms of the loss from the random numbers of Python and numpy. Writes its losses
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 from pathlib import Path
@@ -62,17 +63,51 @@ def train(things: tuple[Any, ...], first: int = 0, stop: int = -1, save: str = "
     return losses
 
 
+def by_state_dicts(things: tuple[Any, ...], file: Path) -> list[str]:
+    """Train, let worker 0 save both states, train on, and load them. Returns the entries that have not come back."""
+    model, optimizer, loader, _ = things
+
+    def one_epoch() -> None:
+        for ids, y in loader:
+            (model(ids) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    one_epoch()
+    fleet.barrier_worker()
+    if fleet.is_first_worker():
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+    fleet.barrier_worker()
+    one_epoch()
+    of_model, of_optimizer = torch.load(file, weights_only=True)
+    model.load_state_dict(of_model)
+    optimizer.load_state_dict(copy.deepcopy(of_optimizer))
+    fleet.barrier_worker()
+    found, states = model.state_dict(), optimizer.state_dict()["state"]
+    wrong = [name for name, value in of_model.items() if not torch.equal(found[name], value)]
+    for number, state in of_optimizer["state"].items():
+        wrong += [f"{number} {name}" for name, value in state.items() if not torch.equal(states[number][name], value)]
+    fleet.barrier_worker()
+    one_epoch()
+    return wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--stop", type=int, default=-1)
     parser.add_argument("--load", action="store_true")
+    parser.add_argument("--dicts", action="store_true")
     options = parser.parse_args()
     fleet.init(is_collective=options.mode is None)
     saved = str(options.folder / "model")
     is_served = options.mode is not None
     things = prepared(options.mode, saved if options.load and is_served else None)
+    if options.dicts:
+        wrong = by_state_dicts(things, options.folder / "state.pt")
+        (options.folder / f"wrong.{fleet.worker_index()}").write_text(json.dumps(wrong))
+        return
     first = fleet.load_state(saved)["epoch"] if options.load else 0
     losses = train(things, first, options.stop, saved)
     name = f"{'resumed' if options.load else 'straight'}.{fleet.worker_index()}"
