@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.messages import naming
 
 import torchfleet as fleet
 from torchfleet.base.errors import ModelError
@@ -237,3 +239,16 @@ def test_compiled_code_has_no_break() -> None:
     sums = torch.zeros(NUM, DIM, device=here()).index_add_(0, ids.reshape(-1), grads)
     assert len(slots) == ids.numel()
     torch.testing.assert_close(sums, plain.embedding.weight.grad.to_dense(), rtol=0, atol=1e-6)  # type: ignore[union-attr]
+
+
+def test_the_optimizers_state_of_a_table_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    _, ours = nets()
+    model = fleet.distributed_model(ours)
+    optimizer = fleet.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+    for call in (optimizer.state_dict, lambda: optimizer.load_state_dict({"state": {}, "param_groups": []})):
+        with pytest.raises(ModelError, match=naming("'rows'", "fleet.save")):
+            call()
+    model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    fleet.save_state(str(tmp_path))
+    assert fleet.load_state(str(tmp_path)) == {}

@@ -156,8 +156,15 @@ class CollectiveOptimizer(AdoptedOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
+        """As torch's. Raises ModelError if tables on devices have state of their own."""
+        if self._rows is not None:
+            self._rows.check_states("optimizer.state_dict()")
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; the groups stay the same dicts, to which schedulers hold references."""
+        """As in torch; the groups stay the same dicts, to which schedulers hold references. Raises ModelError if tables
+        on devices have state of their own.
+        """
+        if self._rows is not None:
+            self._rows.check_states("optimizer.load_state_dict")
         self._load_in_place(self.inner, self.inner.load_state_dict, state_dict)

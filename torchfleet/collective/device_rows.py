@@ -142,6 +142,17 @@ class DeviceRows:
                 module.bind(self._lookups)
                 module.table_rows.source = self._lookups
 
+    def check_states(self, call: str) -> None:
+        """Raise ModelError if the rule of a table keeps state of rows, which is on the devices."""
+        groups = {} if self._plan is None else self._plan.sparse
+        found = [name for name, group in groups.items() if group.spec.num_words > group.spec.dim]
+        if found:
+            raise ModelError(
+                f"{call}: the optimizer's state of table '{found[0]}' is beside its rows on the devices, and would be "
+                "left out. fleet.save(dirname) and fleet.save_state save all of it, and fleet.load and "
+                "fleet.load_state go on from that."
+            )
+
     def is_finite(self) -> bool:
         """Whether the gradients of this step's rows are finite. Waits for the device."""
         assert self._lookups is not None

@@ -95,7 +95,7 @@ class CheckpointFolders:
         workers, which write no file, only its options.
         """
         if self._is_collective:
-            return dict(optimizer.state_dict())
+            return dict(optimizer.inner.state_dict())
         if not self.is_global_zero:
             return {"state": {}, "param_groups": options_of(optimizer)}
         with _without_any_ids(self.lightning_module):
