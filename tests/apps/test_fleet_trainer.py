@@ -96,7 +96,7 @@ def test_merged_gradients_are_clipped_once_and_survive_the_trainers_zero_grad(wo
         ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps=4 gradient_merge=True 'k_steps': 4"),
         ({"bf16": True}, {"amp": True}, "bf16=True amp=True bfloat16"),
         ({"gradient_checkpointing": True}, {"recompute": True}, "gradient_checkpointing=True recompute=True"),
-        ({}, {"pipeline": True}, "pipeline=True docs/collective/pipeline.md"),
+        ({}, {"pipeline": True}, "pipeline=True collective/pipeline"),
         ({"eval_strategy": "epoch"}, {"context_parallel": True}, "context_parallel=True eval_strategy"),
         ({"max_grad_norm": 0.7}, {"dgc": True}, "max_grad_norm=0.7 dgc=True 'local_grad_clip_norm': 0.7"),
     ],

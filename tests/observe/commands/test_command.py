@@ -371,7 +371,7 @@ def test_a_wrong_command_line_is_exit_code_2_and_one_line(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["inspect", "diff", "compact", "export", "docs/checkpoints.md", "fleet inspect tcp://"]),
+        (["--help"], ["inspect", "diff", "compact", "export", "fleet docs checkpoints", "fleet inspect tcp://"]),
         (["inspect", "--help"], ["--check", "--table", "--histograms", "--top", "--keys", "--json", "tcp://"]),
         (["export", "--help"], ["--format", "--with_state", "--with_statistics", "parquet", "text"]),
         (["compact", "--help"], ["--output"]),

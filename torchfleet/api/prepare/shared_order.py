@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 import torch
 
+from torchfleet.base.prepared_types import prepared
+
 Item = TypeVar("Item")
 Agree = Callable[[str, bytes], bytes]  # (name of the meeting, own bytes): the bytes of worker 0, on all workers
 
@@ -80,27 +82,25 @@ class _TorchState:
         torch.set_rng_state(_as_tensor(state))
 
 
+class _States(msgspec.Struct):
+    of_torch: bytes
+    of_numpy: tuple[str, tuple[int, ...], int, int, float]  # kind, keys, position, whether a normal number is left, it
+    of_python: tuple[int, tuple[int, ...], float | None]  # version, numbers, a normal number that is left
+
+
 class AllStates(_TorchState):
     """The global random states of torch, of numpy and of Python."""
 
     def get(self) -> bytes:
         of_numpy: Any = np.random.get_state()
         kind, keys, *rest = of_numpy
-        return msgspec.msgpack.encode((super().get(), (kind, keys.tolist(), *rest), random.getstate()))
+        return msgspec.msgpack.encode(_States(super().get(), (kind, keys.tolist(), *rest), random.getstate()))
 
     def set(self, state: bytes) -> None:
-        of_torch, of_numpy, (version, numbers, gauss) = msgspec.msgpack.decode(state, type=_States)
-        super().set(of_torch)
-        np.random.set_state(of_numpy)
-        random.setstate((version, numbers, gauss))
-
-
-# of torch; of numpy: kind, keys, position, whether a normal number is left, it; of Python: version, numbers, as before
-_States = tuple[
-    bytes,
-    tuple[str, tuple[int, ...], int, int, float],
-    tuple[int, tuple[int, ...], float | None],
-]
+        found = msgspec.msgpack.decode(state, type=prepared(_States))
+        super().set(found.of_torch)
+        np.random.set_state(found.of_numpy)
+        random.setstate(found.of_python)
 
 
 def _as_tensor(state: bytes) -> torch.Tensor:

@@ -45,7 +45,7 @@ def pulled(table: Table, flags: int) -> Callable[[npt.NDArray[np.uint64], bool, 
     if table.spec.is_dense:
         return table.pull_encoded
     if flags & FORESEEN and (flags & NO_CREATE or not is_counted(table.spec)):
-        return lambda keys, create, worker: table.pull_foreseen(keys, create)
+        return table.pull_foreseen
     return table.pull_rows if flags & STATE else table.pull_encoded
 
 

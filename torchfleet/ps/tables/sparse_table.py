@@ -58,7 +58,7 @@ class SparseTable(KeyedTable):
             return self._wire.of_words(self._pull_stored(keys, create, worker))
         return self._wire.encode(keys, self.pull(keys, create, worker))
 
-    def pull_foreseen(self, keys: Keys, create: bool) -> npt.NDArray[Any]:
+    def pull_foreseen(self, keys: Keys, create: bool, worker: int | None) -> npt.NDArray[Any]:
         """As Table.pull_foreseen."""
         stored = self._pull_foreseen(keys)
         if self._wire is None:

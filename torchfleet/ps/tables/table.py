@@ -180,11 +180,11 @@ class Table(ABC):
         """`pull`, as the reply has it: float32, or the bytes of narrower rows (rows/wire_rows.py)."""
         return self.pull(keys, create, worker)
 
-    def pull_foreseen(self, keys: Keys, create: bool) -> npt.NDArray[Any]:
+    def pull_foreseen(self, keys: Keys, create: bool, worker: int | None) -> npt.NDArray[Any]:
         """`pull_encoded` for keys that may not be looked up after all: missing keys read their first values, and
         nothing changes. The default method creates rows as `pull_encoded` does.
         """
-        return self.pull_encoded(keys, create, None)
+        return self.pull_encoded(keys, create, worker)
 
     def pull_rows(self, keys: Keys, create: bool, worker: int | None) -> Floats:
         """As `pull`, with the state of each row behind its values (flag STATE): shape (keys, num_words)."""

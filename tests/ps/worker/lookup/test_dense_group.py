@@ -49,7 +49,7 @@ def test_what_is_written_is_read_back_and_torch_notices_unless_it_must_not() -> 
 
 @pytest.mark.parametrize(
     ("change", "value"),
-    [({"betas": (0.5, 0.999)}, "beta1=0.5"), ({"eps": 1e-3}, "eps=0.001"), ({"weight_decay": 0.1}, "weight_decay=0.1")],
+    [({"betas": (0.5, 0.999)}, "beta1 0.5"), ({"eps": 1e-3}, "eps 0.001"), ({"weight_decay": 0.1}, "weight_decay 0.1")],
 )
 def test_an_option_that_changes_after_steps_is_refused(change: dict[str, object], value: str) -> None:
     model = torch.nn.Linear(2, 2)
@@ -59,7 +59,7 @@ def test_an_option_that_changes_after_steps_is_refused(change: dict[str, object]
     optimizer.param_groups[0]["lr"] = 0.2
     plan.check_options(optimizer)
     optimizer.param_groups[0].update(change)
-    with pytest.raises(ModelError, match=naming("'dense.0'", value)):
+    with pytest.raises(ModelError, match=naming("'dense.0'", *value.split())):
         plan.check_options(optimizer)
 
 
@@ -70,5 +70,5 @@ def test_an_option_that_is_changed_in_place_is_refused() -> None:
     betas = optimizer.param_groups[0]["betas"] = [0.9, 0.999]
     plan.check_options(optimizer)
     betas[0] = 0.5
-    with pytest.raises(ModelError, match=naming("'dense.0'", "beta1=0.9", "beta1=0.5")):
+    with pytest.raises(ModelError, match=naming("'dense.0'", "beta1", 0.9, 0.5)):
         plan.check_options(optimizer)

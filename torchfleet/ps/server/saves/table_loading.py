@@ -60,10 +60,9 @@ class ChosenModel:
             raise CheckpointError(f"var_names: expected a list of names, found the single {names!r}")
         unknown = sorted(set(names or ()) - self._saved - parameters)
         if unknown:
-            raise CheckpointError(
-                f"var_names: {storage.path} has no {', '.join(map(repr, unknown))}. Near names: "
-                f"{near_names(unknown[0], [*sorted(self._saved), *sorted(parameters)])}; `fleet inspect` lists all."
-            )
+            known = [*sorted(self._saved), *sorted(parameters)]
+            asked = "; ".join(f"{name!r}, near names {near_names(name, known)}" for name in unknown)
+            raise CheckpointError(f"var_names: {storage.path} has no {asked}. `fleet inspect` lists all.")
 
     def load_rows(self, table: RowTable) -> None:
         """As SavedModel.load_rows."""

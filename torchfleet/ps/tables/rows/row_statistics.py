@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ def is_pushed(spec: TableSpec) -> bool:
     return bool({"show", "slot"} & {*row_columns(spec), *candidate_columns(spec)})
 
 
+@lru_cache(1024)  # a server asks at every pull
 def is_counted(spec: TableSpec) -> bool:
     """Whether a pull for training changes the table even if all keys have rows."""
     return not spec.entry.is_open or bool(row_columns(spec))

@@ -62,11 +62,6 @@ class Batch:
             for guess in self.guesses[table]:
                 guess.compare(own)
 
-    def note_table(self, table: str) -> None:
-        """Record that the table is looked up, by itself."""
-        self.unused.discard(table)
-        self.looked_up.add(table)
-
     def put_group(self, group: GroupedRows) -> None:
         """Add the predicted rows of tables that are looked up together."""
         self.groups.append(group)

@@ -43,7 +43,10 @@ class Engine(LookingAhead):
             cached, at = self._find_cached(table, [ids], padding_idx)
             return self._given(cached.lookup(weight, at).view(*ids.shape, cached.dim), weight, ids)
         rows, index = self._find(table, [ids], padding_idx, create)
-        self._note_lookup(table, rows, index, create)
+        if create:
+            self._own.note_lookup(table, rows, index)
+        elif torch.is_grad_enabled():
+            self._own.predicted.add(table)
         if create and table in self._entries:
             num_samples = len(ids) if ids.dim() else 1
             self._note_shows(table, rows, index, np.arange(len(index) + 1), num_samples, by_slot=False)
@@ -95,7 +98,10 @@ class Engine(LookingAhead):
             found = pooled_rows(cached.lookup(weight, at), at, bags)
             return self._given(found, weight, slots[0])
         rows, index = self._find(table, slots, padding_idx, create)
-        self._note_lookup(table, rows, index, create)
+        if create:
+            self._own.note_lookup(table, rows, index)
+        elif torch.is_grad_enabled():
+            self._own.predicted.add(table)
         if create and table in self._entries:
             num_samples = (len(bags.offsets) - 1) // bags.num_slots
             self._note_shows(table, rows, index, bags.offsets, num_samples, by_slot=True)
@@ -129,13 +135,6 @@ class Engine(LookingAhead):
         own.predicted.difference_update(tables)
         doubtful = own.doubtful(tables)
         return self._source.without_row(doubtful) if doubtful else {}
-
-    def _note_lookup(self, table: str, rows: BatchRows, index: Index, create: bool) -> None:
-        if create:
-            self._own.note_lookup(table, rows, index)
-            rows.note_used(index)
-        elif torch.is_grad_enabled():
-            self._own.predicted.add(table)
 
     def take_cached(self, tables: Mapping[str, Any], rates: Mapping[str, float]) -> list[CachedUpdate]:
         """One update for each of these tables that has a cache, by the gradients of all lookups since the last call.
@@ -186,7 +185,8 @@ class Engine(LookingAhead):
             self.caches[table].flush()
         self._receive()
         if self._own.batch is not None:
-            self._own.batch.note_table(table)
+            self._own.batch.unused.discard(table)
+            self._own.batch.looked_up.add(table)
         known = self._own.known(table, slots, create)
         for rows in known if padding_idx is None else []:
             if rows.stamp is not None and rows.stamp == stamp_of(slots):

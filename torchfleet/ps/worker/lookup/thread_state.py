@@ -54,6 +54,7 @@ class ThreadState(threading.local):
     def note_lookup(self, table: str, rows: BatchRows, index: Index) -> None:
         """Record a lookup for training at these positions of the rows."""
         self._looked_up.setdefault(table, []).append((weakref.ref(rows), index))
+        rows.note_used(index)
 
     def note_group(self, group: GroupedRows) -> None:
         """Record the first lookup for training in a group. The group itself notes which tables were looked up."""
