@@ -99,7 +99,8 @@ class AllStates(_TorchState):
     def set(self, state: bytes) -> None:
         found = msgspec.msgpack.decode(state, type=prepared(_States))
         super().set(found.of_torch)
-        np.random.set_state(found.of_numpy)
+        of_numpy: Any = found.of_numpy
+        np.random.set_state(of_numpy)
         random.setstate(found.of_python)
 
 
