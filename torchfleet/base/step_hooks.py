@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from torchfleet.base.job_hook import JobHook
 from torchfleet.base.tracing.step_spans import FORWARD, UPDATE, StepSpans
 
 _DEPTH = 4  # of nested containers in a model's output
@@ -22,8 +23,8 @@ class StepHooks:
         leave = torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
         self._handles: list[RemovableHandle] = [
             # Registered first, so that the waits of other hooks of the model count as part of its call.
-            model.register_forward_pre_hook(lambda called, _: enter(called), prepend=True),
-            model.register_forward_hook(lambda called, _, outputs: leave(called, outputs)),
+            model.register_forward_pre_hook(JobHook(lambda called, _: enter(called)), prepend=True),
+            model.register_forward_hook(JobHook(lambda called, _, outputs: leave(called, outputs))),
             *(optimizer.register_step_pre_hook(self._update) for optimizer in optimizers),
         ]
 

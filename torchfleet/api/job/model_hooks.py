@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchfleet.base.adoption import AdoptedOptimizer
+from torchfleet.base.job_hook import JobHook
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.step_tracing import StepTracing
 from torchfleet.base.tracing.otlp import trace_every
@@ -47,7 +48,7 @@ def hook_model(
             communicator().enter(model.training, torch.is_grad_enabled())
 
     eager = torch.compiler.disable(freshen)  # type: ignore[no-untyped-call]
-    hook = model.register_forward_pre_hook(lambda called, _: eager(called))
+    hook = model.register_forward_pre_hook(JobHook(lambda called, _: eager(called)))
     for handle in (*engine.follow(model), hook):
         ends.callback(handle.remove)
     ends.callback(engine.use, NoRows(LEFT))

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -127,12 +127,12 @@ class Pipeline(Strategy):
             if len(self._own) > 1:
                 for name in stages.chain(model):
                     self._parts.setdefault(stage_of[name], []).append(model.get_submodule(name))
-                model.forward = self._run_part
+                model.forward = update_wrapper(partial(self._run_part), model.forward)
             return model
         self._tracer = Tracer(model, first, found, self._rank_of, self.world.device)
         self._buffers = dict(model.named_buffers())
         stages.drop_tensors(model, others)
-        model.forward = self._run_traced
+        model.forward = update_wrapper(partial(self._run_traced), model.forward)
         vars(model)["fleet_traced"] = True  # its modules are never called themselves
         return model
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -93,6 +93,7 @@ def recompute(
     if slices > 1:
         check_sliceable(module)
 
+    @wraps(body)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return body(self, *args, **kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchfleet.base.job_hook import JobHook
 from torchfleet.ps.worker.batch.batch_tensors import tensors_of, told_samples
 
 
@@ -33,7 +34,7 @@ class SampleCount:
         self._counts = [Count() for _ in range(num_optimizers)]
         self._found = ""
         note_call = torch.compiler.disable(self._note_call)  # type: ignore[no-untyped-call]
-        self._hook = model.register_forward_hook(note_call, with_kwargs=True)
+        self._hook = model.register_forward_hook(JobHook(note_call), with_kwargs=True)
 
     def close(self) -> None:
         """Stop counting."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
+from torchfleet.base.job_hook import pickled_as
 from torchfleet.ps.worker.heter.blocks import Block
 
 
@@ -25,6 +27,7 @@ class PlacedForward:
 
     def __init__(self, device: torch.device, own: Callable[..., Any]) -> None:
         self._device, self._own = device, own
+        functools.update_wrapper(self, own)  # callers look at the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
@@ -34,6 +37,9 @@ class PlacedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return PlacedForward(self._device, copy.deepcopy(self._own, memo))
+
+    def __reduce__(self) -> Any:
+        return pickled_as(self._own)
 
     @staticmethod
     def _moved(device: torch.device) -> Callable[[Any], Any]:

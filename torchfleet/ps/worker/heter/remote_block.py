@@ -8,6 +8,7 @@ happens to heter workers: a call that was lost with one of them is repeated at a
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import threading
 import weakref
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchfleet.base.errors import FleetError, ModelError, WireError
+from torchfleet.base.job_hook import pickled_as
 from torchfleet.ps.net.wire import Array, Command, pack, unpack
 from torchfleet.ps.worker.heter.blocks import Block
 from torchfleet.ps.worker.heter.heter_links import GONE, HeterLinks, Link
@@ -206,6 +208,7 @@ class RemoteForward:
 
     def __init__(self, blocks: RemoteBlocks, number: int, own: Callable[..., Any]) -> None:
         self._number, self._own = number, own
+        functools.update_wrapper(self, own)  # callers look at the signature
         self._call = torch.compiler.disable(blocks.call)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,6 +218,9 @@ class RemoteForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._own, memo)  # bound to the copy of the block
+
+    def __reduce__(self) -> Any:
+        return pickled_as(self._own)
 
 
 class _Graph:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from torchfleet.base.errors import ModelError
+from torchfleet.base.job_hook import JobHook
 from torchfleet.ps.tables.rows.keyrange import check_range
 from torchfleet.ps.tables.settings.policy import AdmissionEntry
 from torchfleet.ps.worker.batch.batch_tensors import num_samples, tensors_of
@@ -137,8 +138,8 @@ class LookingAhead:
         leave = torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
         self._plan_recording()
         return [
-            model.register_forward_pre_hook(enter, with_kwargs=True),
-            model.register_forward_hook(leave, always_call=True),  # also if the forward pass has failed
+            model.register_forward_pre_hook(JobHook(enter), with_kwargs=True),
+            model.register_forward_hook(JobHook(leave), always_call=True),  # also if the forward pass has failed
         ]
 
     def enter(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -202,6 +204,7 @@ class FrozenForward:
 
     def __init__(self, module: EmbeddingState) -> None:
         self._module = module
+        functools.update_wrapper(self, MethodType(type(module).forward, module))  # callers look at the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         module = self._module
