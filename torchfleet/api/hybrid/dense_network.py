@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from torchfleet.api.hybrid.server_average import ExchangedModel, ServerAverage
 from torchfleet.base.errors import FleetError, ModelError, TableError
+from torchfleet.base.job_hook import pickled_as
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.build import check_together
@@ -77,12 +79,36 @@ class NetworkForward:
 
     def __init__(self, call: Forward, own: Forward) -> None:
         self._call, self._own = call, own
+        functools.update_wrapper(self, own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._own, memo)  # bound to the copy of the model
+
+    def __reduce__(self) -> Any:
+        return pickled_as(self._own)
+
+
+class NetworkZeroGrad:
+    """The model's zero_grad in hybrid mode, where `.grad` does not show the gradients of rows. A copy of the model gets
+    the original one.
+    """
+
+    def __init__(self, own: Callable[[bool], None], drop_rows: Callable[[], None]) -> None:
+        self._own, self._drop_rows = own, drop_rows
+        functools.update_wrapper(self, own)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._own(set_to_none)
+        self._drop_rows()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._own, memo)
+
+    def __reduce__(self) -> Any:
+        return pickled_as(self._own)
 
 
 class DenseNetwork:
@@ -220,8 +246,14 @@ class DenseNetwork:
             register: Any = trained[-1].register_post_accumulate_grad_hook
             self._hook = register(lambda _: call())
 
+    def on_zero_grad(self, drop_rows: Callable[[], None]) -> None:
+        """Call `drop_rows` in every `model.zero_grad()`."""
+        self._model.zero_grad = NetworkZeroGrad(self._model.zero_grad, drop_rows)  # type: ignore[method-assign]
+
     def close(self) -> None:
         """Restore the model."""
+        if isinstance(self._model.__dict__.get("zero_grad"), NetworkZeroGrad):
+            del self._model.zero_grad
         if self._hook is not None:
             self._hook.remove()
         if isinstance(self._model.__dict__.get("forward"), NetworkForward):

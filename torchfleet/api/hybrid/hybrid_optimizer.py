@@ -35,6 +35,10 @@ class HybridOptimizer(DistributedOptimizer):
     def join(self, network: DenseNetwork) -> None:
         """Attach the network, after the workers have met. From now on `step` steps it."""
         self._network = network
+        network.on_zero_grad(self._drop_rows)
+
+    def _drop_rows(self) -> None:
+        self._bound()[0].drop_gradients(self.plan.sparse)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step network and rows. Gradients of rows are pushed at every step, even while the network accumulates its
@@ -70,11 +74,13 @@ class HybridOptimizer(DistributedOptimizer):
         return True
 
     def _unscale(self, gradients: Gradients, scale: float) -> bool:
-        """Divide gradients of rows by `scale`, in place. Returns whether all are finite. Columns after a row's gradient
-        (shows, clicks) are unchanged.
+        """Divide gradients of rows by `scale`, as copies: without zero_grad they count again. Returns whether all are
+        finite. Columns after a row's gradient (shows, clicks) are unchanged.
         """
         is_finite = True
-        for table, (_, grads) in gradients.sparse.items():
+        for table, (keys, pushed) in list(gradients.sparse.items()):
+            grads = pushed.copy()
+            gradients.sparse[table] = keys, grads
             grads[:, : self.plan.sparse[table].spec.dim] *= np.float32(1.0 / scale)
             is_finite &= bool(all_finite(np.ascontiguousarray(grads).reshape(-1).view(np.uint32)))
         for update in gradients.cached:
@@ -90,9 +96,8 @@ class HybridOptimizer(DistributedOptimizer):
         if self._network is None:
             super().zero_grad(set_to_none)
             return
-        engine, communicator = self._bound()
-        engine.drop_gradients(self.plan.sparse)
-        communicator.drop_gradients(self._share)
+        self._drop_rows()
+        self._bound()[1].drop_gradients(self._share)
         self._network.optimizer.zero_grad(set_to_none)
 
     @property

@@ -108,6 +108,7 @@ class DistributedOptimizer(AdoptedOptimizer):
             communicator.step(self._gradients())
         else:
             engine.take_gradients(self.plan.sparse)
+            engine.drop_gradients(self.plan.sparse)
             communicator.skip_step(self._share)
         self.after_step()
         return loss
@@ -137,6 +138,7 @@ class DistributedOptimizer(AdoptedOptimizer):
         found = torch.autograd.grad(loss, [*trained, *embeddings], allow_unused=True)
         grads = {id(p): grad for p, grad in zip(trained, found, strict=False)}
         gradients = self._gradients(grads)
+        self._bound()[0].drop_gradients(self.plan.sparse)
         with communicator.alone:
             if communicator.steps_here:  # by torch's own rule, which reads .grad
                 for parameter in trained:

@@ -110,7 +110,8 @@ class Engine(LookingAhead):
     def take_gradients(self, tables: Collection[str]) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
         """Gradients of all lookups in these tables since the last call, summed per key, and the versions of their rows.
 
-        Ends this thread's step for these tables: their rows are not used again.
+        Ends this thread's step for these tables: their rows are not used again. Their gradients add up with those of
+        later steps until `drop_gradients`.
         """
         own = self._own
         without_row = self._without_row(tables) if own.predicted else {}
@@ -119,9 +120,11 @@ class Engine(LookingAhead):
             keys, gradients = taken[0][table]  # a doubtful id waits for the step
             is_there = ~np.isin(keys, absent)
             taken[0][table] = keys[is_there], gradients[is_there]
+        own.check_unspent(taken[0])
         if unmoved := own.without_gradient(tables):
             self._source.create_rows(unmoved)
         own.end_step(tables)
+        own.carry(taken[0], self._entries)
         self.unforeseen_cost.step_made()
         if self._is_recording and self.num_lookups != self._num_called:
             self.end_recording()  # parts of the model are called: perhaps no call of the whole model ends it
@@ -143,12 +146,16 @@ class Engine(LookingAhead):
         found = []
         for table in tables:
             if table in self.caches:
+                if self._own.cached.joined(table) is not None:
+                    self._own.check_unspent([table])
+                    self._own.spend([table])
                 found.append(CachedUpdate(self.caches[table], self._own.cached.take(table), rates[table]))
         return found
 
     def end_step(self) -> None:
         """Drop this thread's rows and gradients."""
         self._own.end_step(self._embeddings)
+        self._own.drop_gradients(self._embeddings)
 
     def drop_gradients(self, tables: Collection[str]) -> None:
         self._own.drop_gradients(tables)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ class ThreadState(threading.local):
         self.batch: Batch | None = None
         self.recorder: Recorder | None = None  # of the model's call, if it is recorded
         self.pending: list[Pending] = []  # gradients that wait for the step
+        # Pushed by a step, and not dropped since: as dense gradients do, they count in the next step, too. By table.
+        self._carried: dict[str, tuple[Keys, Floats]] = {}
+        self._spent: set[str] = set()  # tables whose pushed gradients cannot count again, and are not dropped yet
         self.cached = ThreadBatches()  # rows and gradients of tables with a cache
         self.predicted: set[str] = set()  # tables whose predictions may get gradients
         # Weak: a step may never come, and rows that no graph refers to get no gradient.
@@ -103,8 +106,42 @@ class ThreadState(threading.local):
             self._groups += map(weakref.ref, () if batch.is_awaited else batch.groups)
         batch.close()
 
+    def carry(self, gradients: Mapping[str, tuple[Keys, Floats]], wide: Collection[str]) -> None:
+        """Keep pushed gradients until they are dropped: those of the next backward pass add up with them.
+
+        Not those of `wide` tables: shows and clicks behind them would be counted twice.
+        """
+        if wide:
+            self.spend(table for table in gradients if table in wide)
+            gradients = {table: own for table, own in gradients.items() if table not in wide}
+        self._carried.update(gradients)
+
+    def spend(self, tables: Iterable[str]) -> None:
+        """Note that the gradients of these tables were applied, and cannot be applied again."""
+        self._spent.update(tables)
+
+    def check_unspent(self, tables: Iterable[str]) -> None:
+        """Raise ModelError if gradients of these tables were applied in an earlier step, and not dropped since."""
+        found = sorted(self._spent.intersection(tables)) if self._spent else []
+        if found:
+            raise ModelError(
+                f"optimizer.step() a second time without zero_grad(): gradients of table '{found[0]}', which has a "
+                "cache, or shows and clicks, do not add up over steps, as those of other parameters do. Call "
+                "optimizer.zero_grad() after every step."
+            )
+
+    def _recall(self) -> None:
+        """Make carried gradients pending ones, as copies: their push may still be under way."""
+        carried, self._carried = self._carried, {}
+        for table, (keys, grads) in carried.items():
+            rows = BatchRows(grads.shape[1], lambda rows: None)
+            rows.take_gradients(keys, grads.copy(), None, [])
+            self.pending.insert(0, (table, rows))
+
     def gradient(self, table: str) -> torch.Tensor | None:
         """The pending gradient of a table, one row for each key. It is pushed as it is at the step."""
+        if self._carried:
+            self._recall()
         if (cached := self.cached.joined(table)) is not None:
             return cached.whole_gradients()
         found = [rows for name, rows in self._apart() if name == table]
@@ -118,7 +155,7 @@ class ThreadState(threading.local):
     def put_gradient(self, table: str, gradient: torch.Tensor | None) -> None:
         """Replace the pending gradient, or with None drop it."""
         if gradient is None:
-            if self.pending or self.cached.is_used:
+            if self.pending or self._carried or self._spent or self.cached.is_used:
                 self.drop_gradients([table])
             return
         pending = self.gradient(table)
@@ -140,6 +177,8 @@ class ThreadState(threading.local):
         pending: dict[str, list[BatchRows]] = {}
         gradients: dict[str, tuple[Keys, Floats]] = {}
         versions: dict[str, list[float]] = {}
+        if self._carried:
+            self._recall()
         if (groups := self._whole_groups(tables)) is not None:
             for group in groups:
                 for table, own, at in group.gradients():
@@ -179,7 +218,14 @@ class ThreadState(threading.local):
         return found
 
     def drop_gradients(self, tables: Collection[str]) -> None:
-        """Drop pending gradients. A later backward pass through the same graph starts from zero."""
+        """Drop pending and carried gradients. A later backward pass through the same graph starts from zero."""
+        if self._carried or self._spent:
+            for table in tables:
+                self._carried.pop(table, None)
+                self._spent.discard(table)
+        self._drop_pending(tables)
+
+    def _drop_pending(self, tables: Collection[str]) -> None:
         if self.pending and (groups := self._whole_groups(tables)) is not None:
             for group in groups:
                 group.drop_gradients()
@@ -197,7 +243,7 @@ class ThreadState(threading.local):
 
     def end_step(self, tables: Collection[str]) -> None:
         """Drop the rows of these tables, which are about to change, before the next step."""
-        self.drop_gradients(tables)
+        self._drop_pending(tables)
         if self._groups or self._looked_up_groups:
             self._end_groups(tables)
         if self._step or self._looked_up:
