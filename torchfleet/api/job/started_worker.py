@@ -33,6 +33,8 @@ from torchfleet.api.job.worker_start import (
 )
 from torchfleet.api.job.worker_status import WorkerStatus
 from torchfleet.api.serving.description import ModelDescriber, saved_features
+from torchfleet.api.serving.description import ModelDescriber
+from torchfleet.base.monitor.notices import tell
 from torchfleet.base.monitor.stop_request import end_with_save, stop_request
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.server_fields import SERVERS
@@ -109,6 +111,8 @@ class StartedWorker:
     def _prepare_training(self) -> None:
         """Create what computes and sends, and bind it to the model and its optimizers."""
         setup = self._setup
+        for group in self._plan.fixed if self.info.num_workers > 1 else ():
+            group.watch()
         self._mode = TrainingMode(setup, self.client, self._connect, lambda: self.num_workers)
         self._ends.callback(self.communicator.release)
         self._hybrid = self._hybrid_worker()
@@ -209,6 +213,11 @@ class StartedWorker:
         optimizer = self._optimizers[0]
         if not isinstance(optimizer, HybridOptimizer):
             return None
+        if self.info.num_workers > 1 and self.info.worker_index == 0 and not self._plan.dense:
+            tell(
+                "hybrid mode: the model has no trained parameters beside rows, so no step waits for other workers. "
+                "Call fleet.barrier_worker() before an evaluation or a save, which then has the steps of all workers."
+            )
         if self._exchange == SERVERS and self.info.num_workers > 1:
             from torchfleet.api.hybrid.round_worker import RoundWorker
 

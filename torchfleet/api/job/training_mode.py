@@ -35,7 +35,9 @@ class TrainingMode:
         """
         self._setup, self._client, self._connect = setup, client, connect
         self._caches: Mapping[str, RowCache] = {}
+        self._num_present = num_present
         self.communicator: Communicator = make_communicator(setup, client, self._connect_again, num_present)
+        self._watch_parameters()
 
     def use_caches(self, caches: Mapping[str, RowCache]) -> None:
         """Train the rows of these tables in caches."""
@@ -83,10 +85,15 @@ class TrainingMode:
         communicator.begin_after(self.communicator.num_steps)
         self._give_caches(communicator)
         self.communicator = communicator
+        self._watch_parameters()
         self.engine.use(communicator)
         for optimizer in self._setup.optimizers:
             optimizer.bind(self.engine, communicator)
         communicator.start()
+
+    def _watch_parameters(self) -> None:
+        self.communicator.num_workers = self._num_present
+        self.communicator.watch_parameters()
 
     def _give_caches(self, communicator: Communicator) -> None:
         communicator.caches = list(self._caches.values())

@@ -19,13 +19,33 @@ class WorkerRole(StartedWorker):
     """What a worker does between its start and its end."""
 
     def barrier(self, what: str = "fleet.barrier_worker()") -> None:
-        """Hand over what this worker has learned, and wait for all others: then all have the servers' network."""
+        """Hand over what this worker has learned, and wait for all others: then all have the servers' network, and
+        the buffers of worker 0.
+        """
         is_exchanged = not isinstance(self.communicator, WholeTables)  # their arrays are exchanged by their own flush
         if is_exchanged:
             self.communicator.hand_over()
+        self._give_buffers()
         self._wait_for_all(what)
         if is_exchanged:
             self.communicator.flush()
+        self._take_buffers()
+
+    def _give_buffers(self) -> None:
+        """Worker 0 gives the servers what its training has changed in buffers, as the statistics of batch norms."""
+        if self.info.worker_index == 0 and self.info.num_workers > 1:
+            for group in self._plan.fixed:
+                if group.has_changed():
+                    self.client.set_dense(group.spec.name, group.values())
+                    group.watch()
+
+    def _take_buffers(self) -> None:
+        """The other workers follow worker 0, as ranks follow rank 0."""
+        if self.info.worker_index > 0:
+            for group in self._plan.fixed:
+                if group.has_changed():
+                    group.write(self.client.pull_dense(group.spec.name).result())
+                    group.watch()
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the loader's batches. Pulls rows of the next batch in advance, and refreshes the network even if only

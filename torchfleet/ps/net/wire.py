@@ -103,6 +103,8 @@ BOUNDED = 64  # flag of PUSH: wait while the push would raise another worker's s
 # worker computes with these dense values, and pushes next
 STATE = 128  # flag of PULL and WALK: rows come with the state of their rule; of SET: the request ends with the step of
 # each of its tables. With NO_CREATE, a SET has the state alone, of rows that exist; their values stay
+WRITTEN = 128  # flag of PUSH: values that a script has written into dense parameters, NaN where it has written nothing;
+# with DELTA: differences. It counts as no update
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ from torchfleet.ps.net.wire import (
     STATE,
     SYNC,
     VERSIONS,
+    WRITTEN,
     Array,
     Command,
     Role,
@@ -184,8 +185,12 @@ def push(state: State, request: Request) -> Answer | FleetError | None:
     """Update each section's table once. All sections are checked before the first is applied."""
     flags = request.message.flags
     kind = flags & (SYNC | DELTA | GATHERED | BOUNDED)
+    if flags & WRITTEN and not kind & ~DELTA:
+        return _write(state, request)
     if kind.bit_count() > 1:
         raise WireError(f"flags {flags}: a push may have at most one of SYNC, DELTA, GATHERED and BOUNDED")
+    if flags & WRITTEN:
+        raise WireError(f"flags {flags}: a push of WRITTEN values may have DELTA, and no other kind")
     if kind == DELTA:
         return _add(state, request)
     # the mean of several pushes is made table by table
@@ -216,6 +221,17 @@ def _add(state: State, request: Request) -> Answer:
         state.pushes.changes.note(section.table.spec.number, section.keys, request.message.worker)
 
     return _applied(state, request, sections, add)
+
+
+def _write(state: State, request: Request) -> Answer:
+    """A push of values that a script has written into dense parameters, or of differences."""
+    are_differences = bool(request.message.flags & DELTA)
+    sections = push_sections(state, request)
+    for section in sections:
+        section.table.check_write(section.keys, section.grads, are_differences)
+    for section in sections:
+        section.table.write(section.keys, section.grads, are_differences)
+    return []
 
 
 def _applied(state: State, request: Request, sections: Sequence[Checked], apply: Callable[[Checked], None]) -> Answer:

@@ -195,6 +195,26 @@ class DenseTable(Table):
         if self.watch is not None:
             self._tell(NO_KEYS)
 
+    def check_write(self, keys: Keys, values: Floats, are_differences: bool) -> None:
+        """As Table.check_write, for a whole block and no keys."""
+        if are_differences:
+            self.check_add(keys, values)
+            return
+        self._check_size(keys, values)
+        self._check_finite(np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf))
+
+    def write(self, keys: Keys, values: Floats, are_differences: bool) -> None:
+        """As Table.write."""
+        flat = values.reshape(-1)
+        if are_differences:
+            self._weights += flat
+        else:
+            is_written = ~np.isnan(flat)
+            self._bounds.note(rows.largest(flat[is_written]))
+            np.copyto(self._weights, flat, where=is_written)
+        if self.watch is not None:
+            self._tell(NO_KEYS)
+
     def check_push(self, keys: Keys, grads: Floats, lr: float | None) -> None:
         """As Table.check_push, for a whole block and no keys."""
         self._check_size(keys, grads)

@@ -208,6 +208,10 @@ class Table(ABC):
     def check_add(self, keys: Keys, deltas: Floats) -> None:
         """Raise TableError if `add` cannot apply this."""
 
+    def check_write(self, keys: Keys, values: Floats, are_differences: bool) -> None:
+        """Raise TableError if `write` cannot apply this. Only dense tables take what scripts write."""
+        raise TableError(f"'{self.spec.name}' is a table of rows: only values of dense tables are written this way")
+
     @abstractmethod
     def update(self, keys: Keys, grads: Floats, lr: float | None) -> None:
         """One update by the table's rule; `lr` overrides the rule's own. Gradients of equal keys are summed."""
@@ -215,6 +219,13 @@ class Table(ABC):
     @abstractmethod
     def add(self, keys: Keys, deltas: Floats) -> None:
         """One update that adds differences learned by another copy of the values."""
+
+    def write(self, keys: Keys, values: Floats, are_differences: bool) -> None:
+        """Take what a script has written into parameters: values, NaN where it has written none, or differences.
+
+        It is no update: the optimizer's state and number of steps stay.
+        """
+        self.check_write(keys, values, are_differences)
 
     def mean(self, pushes: Sequence[tuple[Keys, Floats]]) -> tuple[Keys, Floats]:
         """One push with the mean gradient of several workers' pushes, summed in order: (keys, gradients). The columns

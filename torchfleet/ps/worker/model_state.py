@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchfleet.base.errors import ModelError
+from torchfleet.base.job_hook import JobHook
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.shard import Floats, Keys
 from torchfleet.ps.worker.lookup.engine import Engine
@@ -104,10 +105,10 @@ class ModelState:
         def end(module: torch.nn.Module, keys: Any) -> None:
             self._end(module)
 
-        self._handles.append(model.register_state_dict_pre_hook(lambda module, *_: self._freshen(module)))
+        self._handles.append(model.register_state_dict_pre_hook(JobHook(lambda module, *_: self._freshen(module))))
         for module in model.modules():
-            self._handles.append(module.register_load_state_dict_pre_hook(begin))
-            self._handles.append(module.register_load_state_dict_post_hook(end))
+            self._handles.append(module.register_load_state_dict_pre_hook(JobHook(begin)))
+            self._handles.append(module.register_load_state_dict_post_hook(JobHook(end)))
 
     def close(self, reason: str) -> None:
         """Make every later state_dict raise an error with this reason."""
@@ -142,6 +143,7 @@ class ModelState:
             )
         if self._loading is None or not self._loading.is_for(missing_keys):
             self._servers.communicator().check_loading()
+            self._servers.communicator().send_written()  # before the state's values are there, too
             self._loading = Loading(module, missing_keys, errors)
             for group in self._plan.sparse.values():
                 group.modules[0].table_rows.loaded = None
@@ -160,7 +162,9 @@ class ModelState:
         for table in tables.values():
             table.loaded = None
             table.end_reading()
-        if not loading.has_failed:
+        if loading.has_failed:
+            self._servers.communicator().watch_parameters()  # the values that torch could load do not go to the servers
+        else:
             self._put(loading.places, rows)
 
     def _put(self, places: list[Place], rows: Mapping[str, WholeRows]) -> None:
@@ -171,9 +175,11 @@ class ModelState:
                 file=sys.stderr,
                 flush=True,
             )
+            self._servers.communicator().watch_parameters()
             self._take_dense()
             return
         values = [_tensor(place).detach().clone() for place in places]
+        self._servers.communicator().watch_parameters()  # worker 0 gives the servers what was loaded
         self._engine.end_step()
         self._servers.communicator().hand_over()  # in geo mode this overwrites the model
         self._servers.meet()  # so that no worker pushes gradients after the load

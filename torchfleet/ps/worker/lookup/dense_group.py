@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,27 @@ from torchfleet.ps.worker.client.shard import Floats
 from torchfleet.ps.worker.row_state.table_rows import without_rows
 
 
+@dataclass(frozen=True)
+class Written:
+    """The numbers of a block before and after a script has written into its parameters."""
+
+    new: Floats
+    old: Floats
+
+    def over(self, values: Floats) -> Floats:
+        """Other values of the block, with those that the script has written."""
+        return np.where(self.new != self.old, self.new, values.reshape(-1))
+
+    @property
+    def values(self) -> Floats:
+        """What the script has written; NaN where it has written nothing."""
+        return self.over(np.full_like(self.old, np.nan))
+
+    @property
+    def differences(self) -> Floats:
+        return self.new - self.old
+
+
 @dataclass
 class DenseGroup:
     """The dense parameters of one param group: one table."""
@@ -25,6 +46,8 @@ class DenseGroup:
     names: list[str]
     parameters: Sequence[torch.Tensor]
     group: dict[str, Any]
+    # what the parameters held when they were last written by `write` or read by `take_written`; empty: not watched
+    _known: Sequence[torch.Tensor] = field(default=(), repr=False)
 
     def layout(self) -> list[Parameter]:
         """The place of each parameter in the block."""
@@ -59,6 +82,41 @@ class DenseGroup:
         parts = list(map(torch.Tensor.view_as, torch.split(block, sizes), targets))
         with torch.no_grad():
             torch._foreach_copy_(targets, parts)
+        if self._known:
+            self._known = [part.to(target.device) for part, target in zip(parts, targets, strict=True)]
+
+    def watch(self) -> None:
+        """From now on, `take_written` finds what the script writes into the parameters."""
+        self._known = [parameter.detach().clone() for parameter in self.parameters]
+
+    def has_changed(self) -> bool:
+        """Whether a value differs from what it was at the last `write` or `watch`."""
+        return bool(self._known) and not _are_equal([tensor.detach() for tensor in self.parameters], self._known)
+
+    def take_written(self) -> Written | None:
+        """What the script has written into the parameters since the last `write`, `watch` or call of this; None if
+        nothing. Raises ModelError for values that servers cannot hold, and names the parameter.
+
+        Compares values: no counter of torch notices `p.data.clamp_()`, `p.data = q` and writes through numpy.
+        """
+        now = [parameter.detach() for parameter in self.parameters]
+        if not self._known or _are_equal(now, self._known):
+            return None
+        for name, tensor, known in zip(self.names, now, self._known, strict=True):
+            if kind_of(tensor) != kind_of(known):
+                raise ModelError(
+                    f"parameter '{name}' was {kind_of(known)}, and is {kind_of(tensor)} now: the servers step it, so "
+                    "it keeps its type and shape during a job. Change the model before fleet.distributed_model."
+                )
+            if not bool(torch.isfinite(tensor).all()):
+                raise ModelError(
+                    f"parameter '{name}' holds NaN or infinity, which the script has written into it, and servers hold "
+                    "finite values: write others."
+                )
+        taken = [tensor.clone() for tensor in now]  # before it is compared: other threads may write
+        found = Written(_flat(taken), _flat(list(self._known)))
+        self._known = taken
+        return None if np.array_equal(found.new, found.old) else found  # the same on another device
 
 
 class Kept(Sequence[torch.Tensor]):
@@ -142,6 +200,16 @@ def type_of(tensor: torch.Tensor) -> str:
 def kind_of(tensor: torch.Tensor) -> str:
     """Type and shape, for messages and comparisons."""
     return f"{type_of(tensor)} of shape {tuple(tensor.shape)}"
+
+
+def _are_equal(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether all values are equal. Waits for a device once."""
+    pairs = list(zip(tensors, others, strict=True))
+    if any(a.dtype != b.dtype or a.shape != b.shape or a.device != b.device for a, b in pairs):
+        return False
+    if all(tensor.is_cpu for tensor in tensors):
+        return all(map(torch.equal, tensors, others))
+    return not bool(torch.stack([(a != b).any() for a, b in pairs]).any())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

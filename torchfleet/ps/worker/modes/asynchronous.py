@@ -68,6 +68,10 @@ class Async(Communicator):
         self._take_dense()
         super().freshen()
 
+    def send_written(self) -> None:
+        self._take_dense()  # they were pulled before
+        super().send_written()
+
     def _push(self, gradients: Gradients) -> None:
         self._take_dense()  # if the model was not called as a whole
         with self._lock:
@@ -103,15 +107,25 @@ class Async(Communicator):
             self._write(values)
             self._seconds["dense"] += time.perf_counter() - start
 
+    def _await_values(self) -> None:
+        self._await_sent()
+        self._own.under_way = None  # its values are older
+        self._write(self._pull_dense(self._client))
+
     def settle(self) -> None:
+        self._await_sent()
+        super().settle()
+
+    def _await_sent(self) -> None:
+        """Wait until all gradients given so far have been applied."""
         last = self._num_given
         while self._has_open(last):
             self._threads.check()
             time.sleep(_LOOK)
         self._threads.check()
-        super().settle()
 
     def flush(self) -> None:
+        self.send_written()
         self.settle()
         self._own.under_way = None  # its values are older
         values = self._pull_dense(self._client)

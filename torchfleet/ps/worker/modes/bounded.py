@@ -62,6 +62,10 @@ class Bounded(Communicator):
             self._is_counted = True
         super().freshen()
 
+    def send_written(self) -> None:
+        self._take()  # the values were sent before
+        super().send_written()
+
     def _push(self, gradients: Gradients) -> None:
         self._take()  # if the model was not called as a whole
         flags = DENSE_BACK | VERSIONS | (0 if self._is_lifted else BOUNDED)
@@ -75,6 +79,9 @@ class Bounded(Communicator):
             are_finite=gradients.are_finite,
         )
         self._is_counted = not self._is_lifted
+
+    def _await_values(self) -> None:
+        self._take()
 
     def settle(self) -> None:
         self.write_back()

@@ -18,8 +18,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from torchfleet.base.tracing.span_recorder import Mark
-from torchfleet.ps.net.wire import DENSE_BACK, GATHERED, SYNC, VERSIONS
+from torchfleet.ps.net.wire import DELTA, DENSE_BACK, GATHERED, SYNC, VERSIONS, WRITTEN
 from torchfleet.ps.tables.rows.row_statistics import is_counted
 from torchfleet.ps.worker.batch.sample_count import SampleCount
 from torchfleet.ps.worker.cache.cached_update import CachedUpdate
@@ -27,6 +29,7 @@ from torchfleet.ps.worker.cache.row_cache import RowCache
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Dense, Future
 from torchfleet.ps.worker.client.shard import Floats, Keys
+from torchfleet.ps.worker.lookup.dense_group import Written
 from torchfleet.ps.worker.lookup.plan import Plan
 from torchfleet.ps.worker.lookup.sources import PullAhead, TimedPull
 
@@ -87,6 +90,9 @@ class Communicator(ABC):
         self._gathering = gathering
         self._samples = gathering.samples if gathering else None
         self._main_client, self._plan, self._new_client = client, plan, connect
+        self.num_workers: Callable[[], int] = lambda: 1  # of the job, now
+        self._written_at = -2  # the step after which the script was last seen to write into parameters
+        self._writing = threading.RLock()  # held while parameters are written, or looked at for what a script wrote
         self._others: list[Client] = []  # clients of training threads and sender threads
         self._past_retries = 0  # retries of closed clients
         self._main_thread = threading.get_ident()
@@ -207,14 +213,28 @@ class Communicator(ABC):
         self._is_computing = False
         for update in gradients.cached:
             update.apply()
+        self.send_written()  # the gradients are those of the values that the script has written
         if gradients.sparse or gradients.dense or not gradients.cached:
             self._push(gradients)
+        if self.num_steps - self._written_at <= 1 and not self.has_threads:
+            self._await_values()  # a script that writes into parameters after a step sees what the step has made
         self._seconds["push"] += time.perf_counter() - start
 
     def flush(self) -> None:
         """Hand over, and write the servers' dense values into the model: other workers may have made steps."""
         self.hand_over()
         self._write(self._pull_dense(self._client))
+
+    def send_written(self) -> None:
+        """Give the servers what the script has written into dense parameters."""
+        self._send_written()
+
+    def watch_parameters(self) -> None:
+        """From now on, notice what the script writes into dense parameters. Forgets what was written before."""
+        if not self.steps_here:
+            with self._writing:
+                for group in self._plan.dense:
+                    group.watch()
 
     def stop(self) -> None:
         """Flush, and stop the background threads."""
@@ -244,6 +264,7 @@ class Communicator(ABC):
 
     def hand_over(self) -> None:
         """Wait until everything that this worker has learned has reached the tables."""
+        self.send_written()
         self._client.flush()
         self.settle()
 
@@ -300,7 +321,47 @@ class Communicator(ABC):
         names = [group.spec.name for group in self._plan.dense]
         return client.pull_dense_tables(names).result() if names else Dense()
 
+    def _await_values(self) -> None:  # noqa: B027  (most modes have them when a step ends)
+        """Wait until the dense parameters have the values after the last step."""
+
+    def _send_written(self) -> dict[str, Written]:
+        """By table, what the script has written since the last call.
+
+        In sync mode all workers have the same values, and what one of them writes takes their place. In other modes
+        differences are added, those of each of n workers by 1/n. So what all workers write alike counts once.
+        """
+        if self.steps_here:
+            return {}
+        with self._writing:
+            found = {group.spec.name: group.take_written() for group in self._plan.dense}
+            written = {name: own for name, own in found.items() if own is not None}
+            if written:
+                self._written_at = self.num_steps
+            if written and self.in_step:
+                blocks = {name: own.values for name, own in written.items()}
+                self._client.push_tables(blocks, flags=WRITTEN, are_finite=True).result()
+            elif written:
+                blocks = {name: own.differences * self._written_share for name, own in written.items()}
+                self._client.push_tables(blocks, flags=WRITTEN | DELTA, are_finite=True).result()
+        return written
+
+    @property
+    def _written_share(self) -> np.float32:
+        share: np.float32 = np.float32(1.0 / max(1, self.num_workers()))
+        return share
+
+    def _with_written(self, values: Floats, written: Written) -> Floats:
+        """The servers' values, which were pulled before they got what the script has written."""
+        if self.in_step:
+            return written.over(values)
+        return values.reshape(-1) + written.differences * self._written_share
+
     def _write(self, values: Dense) -> None:
+        with self._writing:
+            self._write_alone(values)
+
+    def _write_alone(self, values: Dense) -> None:
+        written = self._send_written()
         if self.has_threads and _is_older(values.versions, self._versions):
             return  # another thread's later reply came in first
         versions = dict(self._versions)  # a copy: other threads may be reading it
@@ -309,7 +370,9 @@ class Communicator(ABC):
         self._versions = versions | values.versions
         for group in self._plan.dense:
             if group.spec.name in values:
-                group.write(values[group.spec.name], unnoticed=self._is_beside)
+                own = written.get(group.spec.name)
+                block = values[group.spec.name]
+                group.write(block if own is None else self._with_written(block, own), unnoticed=self._is_beside)
 
     @property
     def _is_beside(self) -> bool:
