@@ -91,6 +91,7 @@ class Communicator(ABC):
         self._samples = gathering.samples if gathering else None
         self._main_client, self._plan, self._new_client = client, plan, connect
         self.num_workers: Callable[[], int] = lambda: 1  # of the job, now
+        self._is_pushing = False  # what the script has written was sent, and no code of the script runs
         self._written_at = -2  # the step after which the script was last seen to write into parameters
         self._writing = threading.RLock()  # held while parameters are written, or looked at for what a script wrote
         self._others: list[Client] = []  # clients of training threads and sender threads
@@ -214,8 +215,12 @@ class Communicator(ABC):
         for update in gradients.cached:
             update.apply()
         self.send_written()  # the gradients are those of the values that the script has written
-        if gradients.sparse or gradients.dense or not gradients.cached:
-            self._push(gradients)
+        self._is_pushing = not self.has_threads
+        try:
+            if gradients.sparse or gradients.dense or not gradients.cached:
+                self._push(gradients)
+        finally:
+            self._is_pushing = False
         if self.num_steps - self._written_at <= 1 and not self.has_threads:
             self._await_values()  # a script that writes into parameters after a step sees what the step has made
         self._seconds["push"] += time.perf_counter() - start
@@ -330,7 +335,7 @@ class Communicator(ABC):
         In sync mode all workers have the same values, and what one of them writes takes their place. In other modes
         differences are added, those of each of n workers by 1/n. So what all workers write alike counts once.
         """
-        if self.steps_here:
+        if self.steps_here or self._is_pushing:
             return {}
         with self._writing:
             found = {group.spec.name: group.take_written() for group in self._plan.dense}
