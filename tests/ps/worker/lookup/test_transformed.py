@@ -58,6 +58,7 @@ def test_what_transforms_a_model_is_refused_and_works_on_the_plain_one(what: str
                 TRANSFORMS[what](part.model.train(mode))
             part.model(IDS).sum().backward()
             part.optimizer.step()
+            part.optimizer.zero_grad()
         TRANSFORMS[what](fleet.to_plain(part.model).train(mode))
 
 

@@ -82,7 +82,7 @@ class DenseGroup:
         parts = list(map(torch.Tensor.view_as, torch.split(block, sizes), targets))
         with torch.no_grad():
             torch._foreach_copy_(targets, parts)
-        if self._known:
+        if self._known and not _is_exporting():
             self._known = [part.to(target.device) for part, target in zip(parts, targets, strict=True)]
 
     def watch(self) -> None:
@@ -99,6 +99,8 @@ class DenseGroup:
 
         Compares values: no counter of torch notices `p.data.clamp_()`, `p.data = q` and writes through numpy.
         """
+        if _is_exporting():
+            return None
         now = [parameter.detach() for parameter in self.parameters]
         if not self._known or _are_equal(now, self._known):
             return None
@@ -200,6 +202,11 @@ def type_of(tensor: torch.Tensor) -> str:
 def kind_of(tensor: torch.Tensor) -> str:
     """Type and shape, for messages and comparisons."""
     return f"{type_of(tensor)} of shape {tuple(tensor.shape)}"
+
+
+def _is_exporting() -> bool:
+    """Whether torch.export or the like calls the model with tensors that have no values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _are_equal(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

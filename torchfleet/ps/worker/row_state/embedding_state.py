@@ -180,7 +180,8 @@ class EmbeddingState(torch.nn.Module):
                 made.__dict__[name] = copy.deepcopy(value, memo)
         if self.table_rows.is_distributed:
             made.is_copy = True
-            read_by(made.weight, made)
+            if hasattr(made.weight, "reader"):  # else fleet.to_plain has replaced it by a plain parameter
+                read_by(made.weight, made)
             made.__dict__["forward"] = FrozenForward(made)
         return made
 
