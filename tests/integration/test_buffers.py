@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from support import jobs
 from support.cases import each_of
@@ -18,6 +20,8 @@ def statistics(part: Part) -> dict[str, torch.Tensor]:
 
 @each_of("mode", ["sync", "half_async", "async", "geo"])
 def test_a_barrier_gives_all_workers_the_buffers_of_worker_0(mode: str) -> None:
+    both_have_them = threading.Barrier(2)
+
     def body(part: Part) -> list[dict[str, torch.Tensor]]:
         torch.manual_seed(part.index)
         found = []
@@ -29,6 +33,7 @@ def test_a_barrier_gives_all_workers_the_buffers_of_worker_0(mode: str) -> None:
             found.append(statistics(part))
             part.barrier()
             found.append(statistics(part))
+            both_have_them.wait(jobs.SECONDS)  # worker 0 would send newer ones at its next barrier
         return found
 
     first, second = jobs.run(body, make_model, jobs.sgd, mode=mode, num_workers=2).results
