@@ -33,7 +33,6 @@ from torchfleet.api.job.worker_start import (
 )
 from torchfleet.api.job.worker_status import WorkerStatus
 from torchfleet.api.serving.description import ModelDescriber, saved_features
-from torchfleet.api.serving.description import ModelDescriber
 from torchfleet.base.monitor.notices import tell
 from torchfleet.base.monitor.stop_request import end_with_save, stop_request
 from torchfleet.base.storage import Storage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -34,10 +35,11 @@ class WorkerRole(StartedWorker):
     def _give_buffers(self) -> None:
         """Worker 0 gives the servers what its training has changed in buffers, as the statistics of batch norms."""
         if self.info.worker_index == 0 and self.info.num_workers > 1:
-            for group in self._plan.fixed:
-                if group.has_changed():
-                    self.client.set_dense(group.spec.name, group.values())
-                    group.watch()
+            with contextlib.nullcontext() if self._buffers is None else self._buffers.resting():  # it has older ones
+                for group in self._plan.fixed:
+                    if group.has_changed():
+                        self.client.set_dense(group.spec.name, group.values())
+                        group.watch()
 
     def _take_buffers(self) -> None:
         """The other workers follow worker 0, as ranks follow rank 0."""
