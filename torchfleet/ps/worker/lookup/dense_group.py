@@ -214,8 +214,8 @@ def _are_equal(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) 
     pairs = list(zip(tensors, others, strict=True))
     if any(a.dtype != b.dtype or a.shape != b.shape or a.device != b.device for a, b in pairs):
         return False
-    if all(tensor.is_cpu for tensor in tensors):
-        return all(map(torch.equal, tensors, others))
+    if all(tensor.is_cpu and tensor.dtype == torch.float32 for tensor in tensors):
+        return all(np.array_equal(a.numpy(), b.numpy()) for a, b in pairs)  # half the time of torch.equal
     return not bool(torch.stack([(a != b).any() for a, b in pairs]).any())
 
 
