@@ -11,6 +11,7 @@ FROM python:${PYTHON}-slim AS build
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY torchfleet torchfleet
+COPY docs docs
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:${PYTHON}-slim
@@ -29,7 +30,7 @@ WORKDIR /job
 ENV HOME=/job XDG_CACHE_HOME=/opt/torchfleet/cache PYTHONUNBUFFERED=1
 # All kernels of servers, then a job in one process, servers inside: what these compile, pods need not. Pods with another
 # --user read them, too. Another kind of processor compiles anew.
-RUN python -c "from torchfleet.ps.server.job.warm import compile_all; compile_all()" \
+RUN fleet compile \
     && python /opt/torchfleet/examples/wide_deep/train.py --rows 20000 \
     && chmod -R a+rX /opt/torchfleet/cache
 ENTRYPOINT ["python", "-m", "torchfleet.launch"]

@@ -50,7 +50,7 @@ $(VENV)/.serve: $(VENV)/.run
 
 # In a fresh checkout: the servers' kernels and the files of the tests are compiled once, each by one process. All
 # processes of the tests would do it.
-KERNELS := $(RUN) -c "from torchfleet.ps.server.job.warm import compile_all; compile_all()"
+KERNELS := $(VENV)/bin/fleet compile
 COMPILED := [ -d tests/__pycache__ ] || $(RUN) -m pytest --collect-only -q > /dev/null & $(KERNELS) && wait
 
 test: setup

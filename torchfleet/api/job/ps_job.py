@@ -19,6 +19,7 @@ from torchfleet.base.adoption import options_of, set_options
 from torchfleet.base.errors import FleetError
 from torchfleet.base.role.role_info import HETER_WORKER, SERVER, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.kernels.compiling import tell_of_compilation
 from torchfleet.ps.worker.model_saving import Kind
 
 
@@ -126,6 +127,7 @@ class ParameterServerJob(JobSetup):
                 )
             dirname, var_names = self._to_load
         print(configuration(self.info, self.strategy), flush=True)
+        tell_of_compilation()
         self._worker = WorkerRole(self, dirname, var_names)
         if self.info.debug:
             print(self.describe(), flush=True)

@@ -12,6 +12,7 @@ from torchfleet.base.command_line import Parser
 from torchfleet.base.errors import FleetError
 from torchfleet.base.printable import say
 from torchfleet.observe.commands import (
+    compile_command,
     dashboard_command,
     docs_command,
     doctor_command,
@@ -33,6 +34,7 @@ _COMMANDS = (
     dashboard_command,
     profile_command,
     docs_command,
+    compile_command,
     doctor_command,
     plan_command,
 )
@@ -60,6 +62,7 @@ _EXAMPLES = """examples:
   fleet doctor                                            what of this machine will hurt a job
   fleet plan --rows 1e11 --workers 1000 --servers 256     memory, network, saves, failures and money of such a job
   fleet doctor b:7100 c:7100                              and of the links to machines with fleet doctor --serve
+  fleet compile                                           compile the kernels before the first job on a machine
   fleet docs checkpoints                                  a page of the documents, here at the terminal
 
 A model is the folder that fleet.save, fleet.save_persistables or fleet.save_inference_model wrote to; any path that

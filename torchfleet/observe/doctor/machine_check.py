@@ -165,7 +165,7 @@ def check_software(facts: SoftwareFacts, gpus: Sequence[str]) -> Iterator[Findin
         yield Finding(
             NOTE,
             f"{facts.num_kernels} kernels are compiled yet: the first job takes a minute longer to start",
-            "nothing; or run python -m torchfleet.server once, and end it with Ctrl-C",
+            "nothing; or run fleet compile first",
         )
 
 

@@ -119,7 +119,11 @@ _cached = nb.njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
 inlined = nb.njit(forceinline=True, error_model="numpy", _nrt=False)
 
 
+KERNELS: list[Any] = []  # of the modules that were imported
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     made = _cached(function)
     made._cache = SharedCache(function)
+    KERNELS.append(made)
     return made

@@ -15,6 +15,7 @@ _PATIENCE = 60.0  # seconds to wait for a kernel that another process compiles; 
 _PAUSE = 0.02  # seconds between two tries
 # Bound here: where clocks are simulated, time.sleep is virtual, and another process compiles in real time.
 _monotonic, _sleep = time.monotonic, time.sleep
+watchers: list[Callable[[], None]] = []  # called while this process waits for a kernel that another one compiles
 takes_locks = True  # False in a process of low priority, for which no other is to wait
 
 
@@ -54,6 +55,8 @@ class SharedCache(FunctionCache):  # type: ignore[misc]
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
+                    for look in watchers:
+                        look()
                     _sleep(_PAUSE)
 
     def _release(self) -> None:

@@ -97,3 +97,36 @@ def test_a_server_that_has_all_kernels_uses_none_for_its_tables(monkeypatch: pyt
     monkeypatch.setattr(warm, "_loaded", [True])
     warm.warm_up([TableSpec("t", dim=2)])
     assert len(used) == 1
+
+
+def test_a_process_says_once_that_it_compiles_for_long() -> None:
+    """Kernels of numba, kept nowhere: each is compiled. The first is done before the time is over."""
+    code = """
+import time, numba
+from torchfleet.ps.kernels import compiling
+compiling.tell_of_compilation(after=0.5)
+numba.njit(lambda x: x + 1)(1)
+time.sleep(0.6)
+for number in range(3):
+    numba.njit(lambda x, n=number: x * n)(2)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    (line,) = ended.stderr.splitlines()
+    assert "fleet compile" in line
+
+
+@pytest.mark.slow
+def test_fleet_compile_says_where_kernels_are_and_refuses_what_is_not_kept(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchfleet.observe.commands", "compile"]
+    first, second = (subprocess.run(command, capture_output=True, text=True, timeout=280, check=True) for _ in "12")
+    assert first.stdout == second.stdout
+    assert str(warm.mark_of_all().parent) in second.stdout
+    assert warm.mark_of_all().exists()
+    # A temporary folder cannot be made the cache from outside as root: the state of the process is set.
+    code = (
+        "import numba; from torchfleet.ps.kernels import jit; numba.config.CACHE_DIR = '/tmp/torchfleet-kernels-x'; "
+        "from torchfleet.observe.commands.command import main; raise SystemExit(main(['compile']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 1
+    assert "NUMBA_CACHE_DIR" in ended.stderr

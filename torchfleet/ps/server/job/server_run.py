@@ -16,12 +16,13 @@ from torchfleet.base.errors import FleetError
 from torchfleet.base.tracing.otlp import trace_every
 from torchfleet.base.tracing.process_part import ProcessName
 from torchfleet.base.tracing.profile_folder import folder_of
+from torchfleet.ps.kernels.compiling import telling_compilation
 from torchfleet.ps.kernels.jit import mark_of_all
 from torchfleet.ps.net.addresses import listen
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.net.transport import ServerSocket
 from torchfleet.ps.server.job.farewell import Farewell
-from torchfleet.ps.server.job.warm import COMPILING, load_all, telling_compilation, warm_up, warm_up_rest
+from torchfleet.ps.server.job.warm import COMPILING, load_all, warm_up, warm_up_rest
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
 from torchfleet.ps.server.log.newest_log import require_newest
 from torchfleet.ps.server.look_ahead import LookAhead

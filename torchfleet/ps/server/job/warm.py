@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,7 +16,8 @@ import numpy as np
 from msgspec.structs import replace
 from numba.core import event
 
-from torchfleet.ps.kernels.jit import is_temporary, mark_of_all
+from torchfleet.base.errors import FleetError
+from torchfleet.ps.kernels.jit import KERNELS, is_temporary, mark_of_all
 from torchfleet.ps.kernels.merge import FEW_PLACES, unique
 from torchfleet.ps.kernels.warm import warm_up_workers
 from torchfleet.ps.server.log.log_records import LONG, crc32c
@@ -30,26 +32,8 @@ from torchfleet.ps.tables.warm import NUM_ROWS, keep, read_only, train, train_to
 
 _BYTES, _DIM = 1 << 22, 64  # of the tables that are used
 COMPILING = "compiling the kernels of its tables, as at the first start on a machine: ten seconds or more"
+_LOCK_PAUSE = 0.2  # seconds between two tries to be the process that compiles
 _loaded: list[bool] = []  # whether load_all has been called, in this process or in the one that forked it
-
-
-@contextmanager
-def telling_compilation(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` once if a kernel is compiled in this context. Kernels from the cache on disk are not compiled."""
-
-    class Once(event.Listener):  # type: ignore[misc]
-        is_told = False
-
-        def on_start(self, found: event.Event) -> None:
-            if not self.is_told:
-                self.is_told = True
-                tell()
-
-        def on_end(self, found: event.Event) -> None:
-            pass
-
-    with event.install_listener("numba:compile", Once()):
-        yield
 
 
 def warm_up(specs: Sequence[TableSpec] = (), are_copied: bool = False) -> None:
@@ -118,6 +102,36 @@ def compile_all() -> None:
     if lock is not None:
         try:
             compile_locked()
+        finally:
+            os.close(lock)
+
+
+def compile_shown(show: Callable[[str], None]) -> None:
+    """`compile_all`, with a text about the progress for `show` now and then; waits for a process that is doing it.
+    Raises FleetError if this process has no folder to keep them in.
+    """
+    if is_temporary():
+        raise FleetError(
+            "kernels can be kept in no folder of this user: set NUMBA_CACHE_DIR to one to which only you can write"
+        )
+
+    class Shown(event.Listener):  # type: ignore[misc]
+        def on_start(self, found: event.Event) -> None:
+            pass
+
+        def on_end(self, found: event.Event) -> None:
+            num, all_of_them = sum(bool(kernel.signatures) for kernel in KERNELS), len(KERNELS)
+            show(f"{'█' * (20 * num // all_of_them):<20} {num} of {all_of_them} kernels")
+
+    while not mark_of_all().exists():
+        lock = _lock()
+        if lock is None:
+            show("another process compiles them")
+            time.sleep(_LOCK_PAUSE)
+            continue
+        try:
+            with event.install_listener("numba:compile", Shown()):
+                compile_locked()
         finally:
             os.close(lock)
 
