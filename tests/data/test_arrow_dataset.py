@@ -155,7 +155,11 @@ def test_nulls_are_read_as_the_number_that_was_given() -> None:
 @each_of(
     ("make", "slot", "text"),
     [
-        (lambda: pa.array([0.5]), fleet.Slot("c"), "column 'c': expected integers for slot 'c' (int64), found double"),
+        (
+            lambda: pa.array([0.5]),
+            fleet.Slot("c"),
+            "column 'c': expected integers or strings for slot 'c' (int64), found double",
+        ),
         (lambda: pa.array([["a"]]), fleet.Slot("c", "float32"), "expected numbers for slot 'c' (float32), found list<"),
         (
             lambda: pa.array(["a"]).dictionary_encode(),

@@ -238,10 +238,12 @@ class CollectiveJob(ModelAndOptimizer):
         return self.features.saved()
 
     def load_features(self, dirname: str) -> None:
-        """Load the features of the save that the job goes on from. Raises ModelError if it was given others."""
-        from torchfleet.collective.checkpoint.collective_manifest import features_of
+        """Load the features of the save that the job goes on from. All ranks call it together. Raises ModelError if it
+        was given others.
+        """
+        from torchfleet.collective.checkpoint.loading import saved_features
 
-        found = features_of(dirname)
+        found = saved_features(dirname, self.world)
         if found:
             from torchfleet.data.model_features import features_in
 

@@ -46,6 +46,7 @@ class Found(Report, kw_only=True):
     """Which save there is, as rank 0 sees it."""
 
     number: int | None = None
+    features: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
 class LoadSource(NamedTuple):
@@ -116,6 +117,17 @@ def saved_number(dirname: str, world: World) -> int | None:
     except Exception as error:
         found.error, failed = error_text(error), error
     return exchange(world, found, failed)[0].number
+
+
+def saved_features(dirname: str, world: World) -> list[dict[str, Any]]:
+    """The features of the model in `dirname`. Rank 0 looks, and all ranks call it together."""
+    found, failed = Found(), None
+    try:
+        if world.rank == 0:
+            found.features = saved.features_of(dirname)
+    except Exception as error:
+        found.error, failed = error_text(error), error
+    return exchange(world, found, failed)[0].features
 
 
 def _opened(storage: Storage, names: list[str], world: World | None) -> LoadSource:

@@ -19,6 +19,7 @@ from support.signed_model import IDS, Signed, job, predictions
 
 import torchfleet as fleet
 from torchfleet.launch.roles import free_ports
+from torchfleet.observe.commands import command
 
 pytestmark = [pytest.mark.slow, needing("uvicorn", "httptools")]
 WAIT = 120.0
@@ -219,6 +220,7 @@ def test_buffers_come_from_running_servers_between_saves(tmp_path: Path) -> None
     with forked_fleetrun(tmp_path / "log", *options) as started:
         try:
             wait_until((tmp_path / "model" / "manifest.json").exists, "a save", WAIT)
+            wait_until(lambda: command.main(["stats", str(tmp_path / "log")]) == 0, "the record of a server", WAIT)
             with serving(tmp_path / "model", "--follow", str(tmp_path / "log")) as served:
                 wait_until(lambda: value(served) > 50.0, "buffers of a later step than the save's", WAIT)
                 (tmp_path / "pause").touch()

@@ -91,7 +91,7 @@ class DenseGroup:
 
     def has_changed(self) -> bool:
         """Whether a value differs from what it was at the last `write` or `watch`."""
-        return bool(self._known) and not _are_equal([tensor.detach() for tensor in self.parameters], self._known)
+        return bool(self._known) and not _are_equal(self.parameters, self._known)
 
     def take_written(self) -> Written | None:
         """What the script has written into the parameters since the last `write`, `watch` or call of this; None if
@@ -99,11 +99,9 @@ class DenseGroup:
 
         Compares values: no counter of torch notices `p.data.clamp_()`, `p.data = q` and writes through numpy.
         """
-        if _is_exporting():
+        if not self._known or _is_exporting() or _are_equal(self.parameters, self._known):
             return None
         now = [parameter.detach() for parameter in self.parameters]
-        if not self._known or _are_equal(now, self._known):
-            return None
         for name, tensor, known in zip(self.names, now, self._known, strict=True):
             if kind_of(tensor) != kind_of(known):
                 raise ModelError(
@@ -210,13 +208,20 @@ def _is_exporting() -> bool:
 
 
 def _are_equal(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether all values are equal. Waits for a device once."""
-    pairs = list(zip(tensors, others, strict=True))
-    if any(a.dtype != b.dtype or a.shape != b.shape or a.device != b.device for a, b in pairs):
-        return False
-    if all(tensor.is_cpu and tensor.dtype == torch.float32 for tensor in tensors):
-        return all(np.array_equal(a.numpy(), b.numpy()) for a, b in pairs)  # half the time of torch.equal
-    return not bool(torch.stack([(a != b).any() for a, b in pairs]).any())
+    """Whether all values are equal. Waits for a device once. A step calls it: it makes one pass, in one function."""
+    on_devices = []
+    for tensor, other in zip(tensors, others, strict=True):
+        now = tensor.detach()
+        if now.dtype != other.dtype or now.shape != other.shape or now.device != other.device:
+            return False
+        if not now.is_cpu:
+            on_devices.append((now != other).any())
+        elif type(now) is torch.Tensor:
+            if not np.array_equal(now.numpy(), other.numpy()):  # half the time of torch.equal
+                return False
+        elif not torch.equal(now, other):
+            return False
+    return not on_devices or not bool(torch.stack(on_devices).any())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -338,8 +338,10 @@ class Communicator(ABC):
         if self.steps_here or self._is_pushing:
             return {}
         with self._writing:
-            found = {group.spec.name: group.take_written() for group in self._plan.dense}
-            written = {name: own for name, own in found.items() if own is not None}
+            written = {}
+            for group in self._plan.dense:
+                if (own := group.take_written()) is not None:
+                    written[group.spec.name] = own
             if written:
                 self._written_at = self.num_steps
             if written and self.in_step:
