@@ -169,12 +169,12 @@ def test_nulls_are_read_as_the_number_that_was_given() -> None:
         (
             lambda: pa.array([1, None]),
             fleet.Slot("c", dim=1),
-            "'c', row 101: expected integers for slot 'c', found a null",
+            "'c', row 101: expected integers or strings for slot 'c', found a null",
         ),
         (
             lambda: pa.array([[1, None]]),
             fleet.Slot("c"),
-            "'c': expected integers for slot 'c', found a null. fill_null=0",
+            "'c': expected integers or strings for slot 'c', found a null. fill_null=0",
         ),
         (
             lambda: pa.array([[1, 2], [3]]),

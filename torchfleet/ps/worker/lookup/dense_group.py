@@ -203,7 +203,9 @@ def kind_of(tensor: torch.Tensor) -> str:
 
 
 def _is_exporting() -> bool:
-    """Whether torch.export or the like calls the model with tensors that have no values."""
+    """Whether torch.export, torch.func or the like calls the model with tensors that have no values of their own."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
