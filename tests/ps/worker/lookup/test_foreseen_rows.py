@@ -168,6 +168,40 @@ def test_a_step_in_eval_mode_trains_rows_that_exist_and_no_others(
         assert model.rows(torch.tensor([77])).item() == 0.5
 
 
+@each_of("mode", ["sync", "half_async", "async"])
+@each_of("kind", ["at once", "with training", "read", "pooled"])
+def test_a_step_in_eval_mode_trains_rows_of_a_cache_as_those_without_one(mode: str, kind: str) -> None:
+    """Id 0 has a row that was evicted, 1 one in the cache, 77 has none, 78 may get one in the same step."""
+    found = []
+    for cache in (None, "1KB"):
+        layer: torch.nn.Module
+        layer = fleet.nn.SparseEmbeddingBag(1, "t", initializer=FIRST, state="rows", cache=cache, pooling="mean")
+        if kind != "pooled":
+            layer = fleet.nn.SparseEmbedding(1, "t", initializer=FIRST, state="rows", cache=cache)
+        with job(torch.nn.Sequential(layer), mode) as (model, optimizer):
+            seen = []
+            for ids in (torch.tensor([0, 1]), *torch.arange(80, 140).view(10, 6), torch.tensor([1])):
+                step(model, optimizer, ids[None])
+            for _ in range(2):
+                if kind == "with training":
+                    model(torch.tensor([[78, 79, 1]])).sum().backward()
+                model.eval()
+                given = torch.tensor([[1, 0, 77, 1, 78]])
+                out = model(given)
+                seen.append(out.detach())
+                out.sum().backward()
+                if kind == "read":
+                    layer.weight.grad.mul_(0.5)  # type: ignore[union-attr, operator]
+                optimizer.step()
+                optimizer.zero_grad()
+                fleet.flush()
+                seen.append(model(given).detach())
+                model.train()
+            found.append((seen, ids_of(model, "0"), model.state_dict()["0.weight"]))
+    assert found[1][1] == found[0][1]
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
+
+
 def test_gradients_that_were_read_in_eval_mode_are_dropped_alike() -> None:
     """Reading .grad joins the gradients of several lookups."""
     with job(Rare()) as (model, optimizer):

@@ -146,11 +146,33 @@ class Engine(LookingAhead):
         found = []
         for table in tables:
             if table in self.caches:
+                if table in self._own.predicted:
+                    self._train_in_cache(table)
                 if self._own.cached.joined(table) is not None:
                     self._own.check_unspent([table])
                     self._own.spend([table])
                 found.append(CachedUpdate(self.caches[table], self._own.cached.take(table), rates[table]))
         return found
+
+    def _train_in_cache(self, table: str) -> None:
+        """Bring the rows that predictions have looked up in a table with a cache into the cache, and their gradients to
+        those that wait for the step. Gradients of ids without a row are dropped.
+        """
+        own, cache = self._own, self.caches[table]
+        trained = [keys_of([ids]) for batch in own.cached.known(table) for ids, _ in batch.ids]  # have their rows here
+        absent = self._without_row([table]).get(table, np.empty(0, np.uint64))
+        found = own.take_apart(table)
+        if found is None:
+            return
+        keys, gradients = found
+        is_there = ~np.isin(keys, np.setdiff1d(absent, np.concatenate(trained)) if trained else absent)
+        if is_there.any():
+            rows = cache.prepare([(torch.from_numpy(keys[is_there].view(np.int64)), None)])
+            own.cached.keep(table, rows)
+            cache.wait_for(rows)
+            index = rows.index_of([rows.ids[0][0]], None)
+            assert index is not None
+            rows.add(index, torch.from_numpy(gradients[is_there]).to(index.device))
 
     def end_step(self) -> None:
         """Drop this thread's rows and gradients."""

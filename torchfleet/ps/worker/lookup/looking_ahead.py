@@ -64,7 +64,7 @@ class LookingAhead:
         }
         self._columns = ColumnGroups((), {})
         self._suffixes: dict[str, tuple[int, ...]] = {}  # by table: how its ids were shaped, behind the first dimension
-        self._own = ThreadState()
+        self._own = ThreadState(self.caches, self._train_in_cache) if self.caches else ThreadState()
         self._count = threading.Lock()
         self.foresight = Foresight()
         self.unforeseen_cost = UnforeseenCost()
@@ -77,6 +77,10 @@ class LookingAhead:
         self._num_called = 0  # lookups until the last call of the whole model ended
         self.on_training: Callable[[], None] | None = None  # called before a lookup for training
         self.on_first_call: Callable[[Sequence[Any], Mapping[str, Any]], None] | None = None  # with the model's inputs
+
+    def _train_in_cache(self, table: str) -> None:
+        """Move the gradients that predictions have left for a table with a cache to the cache's rows."""
+        raise NotImplementedError
 
     @property
     def thread_state(self) -> ThreadState:

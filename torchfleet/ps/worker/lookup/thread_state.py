@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -31,7 +31,13 @@ Pending = tuple[str, BatchRows] | GroupedRows
 class ThreadState(threading.local):
     """The calling thread's batch, and the rows and gradients of its step."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, caches: Collection[str] = (), train_in_cache: Callable[[str], None] = lambda table: None
+    ) -> None:
+        """`caches`: the tables with a cache. `train_in_cache` moves to the cache the gradients that predictions of one
+        of them have left.
+        """
+        self._caches, self._train_in_cache = caches, train_in_cache
         self.batch: Batch | None = None
         self.recorder: Recorder | None = None  # of the model's call, if it is recorded
         self.pending: list[Pending] = []  # gradients that wait for the step
@@ -140,6 +146,8 @@ class ThreadState(threading.local):
 
     def gradient(self, table: str) -> torch.Tensor | None:
         """The pending gradient of a table, one row for each key. It is pushed as it is at the step."""
+        if table in self._caches and table in self.predicted:
+            self._train_in_cache(table)
         if self._carried:
             self._recall()
         if (cached := self.cached.joined(table)) is not None:
@@ -200,6 +208,12 @@ class ThreadState(threading.local):
                     versions[table] = list(map(min, zip(*seen, strict=True)))
         return gradients, versions
 
+    def take_apart(self, table: str) -> tuple[Keys, Floats] | None:
+        """Take the gradients of rows that are not in a cache: (keys, gradients summed per key), or None."""
+        found = self.gradients([table], ())[0].get(table)
+        self._drop_apart([table])
+        return found
+
     def doubtful(self, tables: Collection[str]) -> dict[str, Keys]:
         """By table: keys with pending gradients that only predictions have looked up, and read as zeros."""
         pending: dict[str, list[BatchRows]] = {}
@@ -231,15 +245,18 @@ class ThreadState(threading.local):
                 group.drop_gradients()
             self.pending.clear()
         elif self.pending:
-            kept: list[Pending] = []
-            for table, rows in self._apart():
-                if table in tables:
-                    rows.drop_gradients()
-                else:
-                    kept.append((table, rows))
-            self.pending[:] = kept
+            self._drop_apart(tables)
         if self.cached.is_used:
             self.cached.drop_gradients(tables)
+
+    def _drop_apart(self, tables: Collection[str]) -> None:
+        kept: list[Pending] = []
+        for table, rows in self._apart():
+            if table in tables:
+                rows.drop_gradients()
+            else:
+                kept.append((table, rows))
+        self.pending[:] = kept
 
     def end_step(self, tables: Collection[str]) -> None:
         """Drop the rows of these tables, which are about to change, before the next step."""
