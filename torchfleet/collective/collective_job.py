@@ -173,7 +173,7 @@ class CollectiveJob(ModelAndOptimizer):
         return {
             "role": "worker",
             "mode": self.mode,
-            **self._pace.status(steps, samples),
+            **self._pace.status(steps, samples, self._status.last_step),
             **({"progress": progress} if progress else {}),
             "metrics": {**numbers(self._loss), **self._reported},
         }

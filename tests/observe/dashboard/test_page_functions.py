@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import torchfleet
+from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.observe.watch.job_totals import totals_of
 
 PAGE = Path(torchfleet.__file__).parent / "observe" / "dashboard" / "static" / "js"
 NODE = shutil.which("node")
@@ -75,3 +77,16 @@ def test_the_metric_of_a_compared_run_is_the_mean_of_its_workers(tmp_path: Path)
     )
     assert called(tmp_path, "comparison", f"page.otherLine({other}, 'metrics.loss', [0, 1, 2])") == [3, 2, 1]
     assert called(tmp_path, "comparison", f"page.otherLine({other}, 'metrics.auc', [0, 1, 2])") is None
+
+
+def test_the_mean_rate_is_that_of_the_terminal(tmp_path: Path) -> None:
+    statuses = [
+        {"samples": 5_000, "samples_per_s_mean": 1_000.0},
+        {"samples": 4_000, "samples_per_s_mean": 100.0},
+        {"samples": 64},
+    ]
+    workers = [RoleSnapshot("worker", index, "done", status) for index, status in enumerate(statuses)]
+    page = json.dumps([[role.key, {"role": role.role, "index": role.index, "status": role.status}] for role in workers])
+    made = f"Object.assign(new page.Store(), {{roles: new Map({page})}}).meanRate"
+    found = called(tmp_path, "store", f"[{made}, new page.Store().meanRate]")
+    assert found == pytest.approx([totals_of(JobSnapshot(1.0, workers)).mean_rate, 0])

@@ -108,7 +108,7 @@ class WorkerStatus:
         return {
             "role": "worker",
             "mode": self._mode,
-            **self._pace.status(stats["steps"], self._engine.num_samples, waits),
+            **self._pace.status(stats["steps"], self._engine.num_samples, self._file.last_step, waits),
             **{f"{name}_waited_s": seconds for name, seconds in waits.items()},
             **{name: value for name, value in more.items() if value is not None},
             "left": self.has_left,

@@ -41,6 +41,7 @@ class StatusFile:
         self._file = None if path is None else _StatusWriter(path)
         self._make, self._port = make, port
         self._next = math.inf if path is None and port is None else 0.0  # when the next write is due
+        self.last_step = 0.0  # when the last training step ended, by time.monotonic()
         self._one = threading.Lock()  # the training thread and others write
         self._host = socket.gethostname()
 
@@ -53,7 +54,9 @@ class StatusFile:
         """Record the end of a training step."""
         if self._port is not None:
             self._port.step_made()
-        self.write()
+        self.last_step = now = time.monotonic()
+        if now >= self._next:
+            self._write_due(False)
 
     def write(self, now: bool = False) -> None:
         """Write the status if a period has passed since the last write, or at once with `now`. Replaces the file

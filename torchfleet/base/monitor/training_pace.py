@@ -38,19 +38,21 @@ class TrainingPace:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._rates = now, RecentRates(now)
         self._first: tuple[float, int] | None = None  # when the first step ended, and the samples until then
-        self._last, self._num_steps = 0.0, 0  # when a step was last seen, and the number of steps then
 
-    def status(self, steps: int, samples: int, waits: Mapping[str, float] | None = None) -> dict[str, float]:
-        """`waits`: seconds that training has waited so far, by cause. Their means per step are in milliseconds."""
+    def status(
+        self, steps: int, samples: int, last_step: float, waits: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """`last_step`: when the last step ended. The mean covers the time of training until then, not an evaluation or
+        a save after it. `waits`: seconds that training has waited so far, by cause. Their means per step are in
+        milliseconds.
+        """
         if self._first is None and steps:
-            self._first = self._now(), samples
-        if steps > self._num_steps:  # the mean covers the time of training, not the time after it
-            self._last, self._num_steps = self._now(), steps
+            self._first = last_step, samples
         waits = waits or {}
         rates = self._rates.look({"steps": steps, "samples": samples, **waits})
         found: dict[str, float] = {"steps": steps, "samples": samples}
         found |= {f"{name}_per_s": rates.get(name, 0.0) for name in ("steps", "samples")}
-        if self._first is not None and (seconds := self._last - self._first[0]) > 0:
+        if self._first is not None and (seconds := last_step - self._first[0]) > 0:
             found["samples_per_s_mean"] = (samples - self._first[1]) / seconds
         if rates.get("steps"):
             found |= {f"{name}_wait_ms": 1000 * rates[name] / rates["steps"] for name in waits}

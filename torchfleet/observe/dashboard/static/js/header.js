@@ -93,9 +93,9 @@ export function showTiles(store) {
 
 function* training(store) {
   const running = store.workers.filter((role) => role.state === "running" && !role.status.left);
-  const speeds = known(running, "samples_per_s"), means = known(store.workers, "samples_per_s_mean");
-  const mean = means.length ? `mean ${number(sum(means))}` : "";
-  if (store.isOver && means.length) yield { id: "samples_per_s", name: "samples/s, mean", value: sum(means), text: number(sum(means)) };
+  const speeds = known(running, "samples_per_s"), pace = store.meanRate;
+  const mean = pace ? `mean ${number(pace)}` : "";
+  if (store.isOver && pace) yield { id: "samples_per_s", name: "samples/s, mean", value: pace, text: number(pace) };
   else if (speeds.length) yield { id: "samples_per_s", name: "samples/s now", value: sum(speeds), text: number(sum(speeds)), note: mean };
   const samples = known(store.workers, "samples"), steps = known(store.workers, "steps");
   if (samples.length) yield { id: "samples", name: "samples", value: sum(samples), text: number(sum(samples)), note: "all workers" };

@@ -70,6 +70,13 @@ export class Store {
     return this.of("worker", "rank");
   }
 
+  /** Samples per second of all workers, in the time of the one that took the longest, as watch/job_totals.py has it. */
+  get meanRate() {
+    const statuses = this.workers.map((role) => role.status);
+    const seconds = Math.max(0, ...statuses.filter((found) => found.samples_per_s_mean).map((found) => found.samples / found.samples_per_s_mean));
+    return seconds && statuses.reduce((total, { samples = 0 }) => total + samples, 0) / seconds;
+  }
+
   /** Seconds since the start of the first number: before it processes were starting. */
   firstTime() {
     const first = (column) => column.findIndex((value) => value !== null);
