@@ -27,6 +27,11 @@ COLLECTIVE = {
     "samples_per_s": 160.0, "samples_per_s_mean": 150.0, "memory": 450_000_000, "metrics": {"loss": 0.25},
 }  # fmt: skip
 
+COMPUTING = {
+    "role": "heter_worker", "pid": 10, "requests": 2_500, "errors": 0, "passes": 1_234, "sessions": 2, "busy": 0.5,
+    "memory": 450_000_000,
+}  # fmt: skip
+
 
 def server(index: int = 0, state: str = "running", **changed: Any) -> RoleSnapshot:
     return _role("server", index, state, SERVING, changed)
@@ -38,6 +43,10 @@ def worker(index: int = 0, state: str = "running", **changed: Any) -> RoleSnapsh
 
 def rank(index: int = 0, state: str = "running", **changed: Any) -> RoleSnapshot:
     return _role("rank", index, state, COLLECTIVE, changed)
+
+
+def heter_worker(index: int = 0, state: str = "running", **changed: Any) -> RoleSnapshot:
+    return _role("heter_worker", index, state, COMPUTING, changed)
 
 
 def job(num_servers: int, num_workers: int, now: float = 1000.0, **of_workers: Any) -> JobSnapshot:

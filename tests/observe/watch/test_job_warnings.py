@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.job_snapshots import rank, server, worker
+from support.job_snapshots import heter_worker, rank, server, worker
 from support.messages import names
+from support.paths import ROOT
 
 from torchfleet.base import cgroups
+from torchfleet.base.monitor.freshness import OLD_NETWORK
 from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
 from torchfleet.observe.watch.job_warnings import JobWarnings
 
@@ -58,8 +61,8 @@ def test_a_queue_is_full_if_it_stays_so_and_training_waits() -> None:
         return lambda now: [worker(0, queue=queue(now), queue_size=4, waiting=waiting, steps=now + 1)]
 
     (text,) = warned(one(lambda now: 4, 0.5))
-    assert names(text, "queue", "worker 0", "4 of 4")
-    assert warned(one(lambda now: 4, 0.05)) == []
+    assert names(text, "queue", "worker 0", "4 of 4", "50 %", "--server_num")
+    assert warned(one(lambda now: 4, 0.25)) == []  # as in a healthy job
     assert warned(one(lambda now: int(2 * now) % 5, 0.5)) == []
 
 
@@ -95,6 +98,27 @@ def test_roles_that_say_nothing_for_long_are_told_together() -> None:
     assert all(names(text, who, "1:10") for text, who in zip(found, ("server 1", "workers 0–1", "rank 0"), strict=True))
     assert warned(lambda now: [server(0, requests=now), worker(0, steps=now + 1)], 70) == []
     assert warned(lambda now: [server(0, requests=now), worker(0)], 50) == []  # a pass of evaluation
+
+
+def test_servers_that_end_with_the_job_are_not_silent() -> None:
+    ending = [[worker(0, left=True), worker(1, "done")], [rank(0, "done")]]
+    serving = [server(0), server(1), heter_worker(0)]
+    assert [warned(lambda now, ended=ended: [*serving, *ended], 70) for ended in ending] == [[], []]
+    (text,) = warned(lambda now: [server(0), worker(0, left=True), worker(1, steps=now)], 20)
+    assert names(text, "server 0", "0:20")
+    assert len(warned(lambda now: serving[:1], 20)) == 1  # a machine of servers alone
+    assert len(warned(lambda now: [server(0), worker(0, "starting")], 20)) == 1
+
+
+def test_a_heter_worker_that_says_nothing_is_told() -> None:
+    (text,) = warned(lambda now: [worker(0, steps=now), heter_worker(0), heter_worker(1, busy=now)], 70)
+    assert names(text, "heter_worker 0", "1:10")
+
+
+def test_the_page_of_warnings_has_the_age_of_an_old_network() -> None:
+    row = re.search(r"^\| the network is old \|.*$", (ROOT / "docs/watching.md").read_text(), re.MULTILINE)
+    assert row is not None
+    assert re.findall(r"\b(\d+) updates", row[0]) == [str(OLD_NETWORK)]
 
 
 def test_little_memory_and_a_full_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

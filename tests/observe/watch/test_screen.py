@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.extras import Late
-from support.job_snapshots import TABLES, TRAINING, job, rank, server, worker
+from support.job_snapshots import TABLES, TRAINING, heter_worker, job, rank, server, worker
 from support.messages import names
 
 from torchfleet.base.monitor.snapshot import JobSnapshot
@@ -124,11 +124,38 @@ def test_it_never_leaves_the_screen_and_nothing_wraps(
     assert len(lines) < height
     starts = ("async", "collective", "epoch", "role", "server", "worker", "rank", "min", "max", "median", "staleness")
     beside = ("samples/s", " rows, ", "workers are what", "servers are full", "the machine is")
-    for line in lines:  # the rest of a wrapped line would begin in the middle of something
-        assert line.startswith(starts) or any(part in line for part in beside), line
+    for line in lines:  # what the terminal wraps begins in the middle of something; what the display wraps is indented
+        assert line.startswith((*starts, "  ")) or any(part in line for part in beside), line
     if len(many) > 40 and height > 20:
         kind = "ranks" if roles == (0, 0) else "workers"
         assert any(line.startswith(kind) and "median" in line for line in lines)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 40), (40, 24)])
+def test_a_narrow_terminal_has_the_numbers_that_matter_and_whole_warnings(
+    monkeypatch: pytest.MonkeyPatch, width: int, height: int
+) -> None:
+    terminal = Terminal(monkeypatch, width, height)
+    display, lines = Display(Path("/log/run")), list[str]()
+    for look in range(15):
+        workers = [worker(i, steps=look, queue=2 - i, waiting=0.61) for i in range(2)]
+        display.look(JobSnapshot(1000.0 + look, [server(0), server(1), *workers]))
+        lines = terminal.lines()
+    display.close()
+    text = " ".join(line.strip() for line in lines)
+    for part in ("41,472 samples/s (mean 38,000)", "loss 0.4568", "servers busy 97 %", "workers wait 61 %"):
+        assert part in text, part
+    assert names(text, "queue", "worker 0", "2 of 2", "--server_num")
+    assert names(text, "network 1 (95 %: 3)", "rows 2 (95 %: 9)") or (width, height) == (40, 24)
+    assert any(line.startswith("worker 0") for line in lines)
+
+
+def test_heter_workers_have_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch, 120, 40)
+    lines = shown(terminal, JobSnapshot(1000.0, [server(0), worker(0), heter_worker(0), heter_worker(1, passes=7)]))
+    held = {"state": "running", "workers": "2", "passes": "1,234", "busy": "50 %", "memory": "450 MB"}
+    assert of_role(lines, "heter_worker 0") == {"role": "heter_worker 0", **held}
+    assert of_role(lines, "heter_worker 1")["passes"] == "7"
 
 
 def test_what_is_folded_is_told_by_its_median_least_and_largest(monkeypatch: pytest.MonkeyPatch) -> None:

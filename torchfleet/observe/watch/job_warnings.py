@@ -14,6 +14,7 @@ from torchfleet.base import cgroups
 from torchfleet.base.monitor.freshness import OLD_NETWORK, Ages, summed
 from torchfleet.base.monitor.freshness import median as median_age
 from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.base.role.role_info import HETER_WORKER
 from torchfleet.observe.watch import figures
 from torchfleet.observe.watch.job_totals import is_training
 from torchfleet.observe.watch.missing_backups import MissingBackups
@@ -22,8 +23,11 @@ _WINDOW = 10.0  # seconds for which a condition must hold before it is a warning
 _HOLD = 10.0  # seconds without the condition before the warning ends
 _SLOW = 0.5  # of the others' rate
 _FULL = 0.9  # of a queue, on average
-_WAITS = 0.2  # share of time waited above which a full queue slows training
-_SILENT = {"server": 15.0, "worker": 60.0, "rank": 60.0}  # seconds; a worker does not report while it evaluates
+_WAITS = 0.5  # share of time waited from which a full queue is a warning; healthy jobs wait for a quarter
+# Seconds. A worker does not report while it evaluates, a heter worker while it computes.
+_SILENT = {"server": 15.0, HETER_WORKER: 60.0, "worker": 60.0, "rank": 60.0}
+_MAY = {"worker": ": evaluating, saving, or stuck", "rank": ": evaluating, saving, or stuck"}  # what silence may be
+_SERVING = ("server", HETER_WORKER)
 _MACHINE = 5.0  # seconds between two checks of memory and disk
 _LITTLE_MEMORY = 0.05  # of all
 _LITTLE_DISK = 200_000_000  # bytes
@@ -115,8 +119,11 @@ class JobWarnings:
         filled = sum(look.status.get("queue", 0) for look in looks) / len(looks) / max(1, status["queue_size"])
         waits = sum(look.status.get("waiting", 0.0) for look in looks) / len(looks)
         if filled >= _FULL and waits >= _WAITS:
-            told = f"{status['queue']} of {status['queue_size']} steps wait to be sent, and training waits for them"
-            yield f"queue {worker.key}", f"the queue of {worker.name} is full: {told}"
+            told = (
+                f"({status['queue']} of {status['queue_size']}), and training waits {figures.share(waits)} of the time"
+            )
+            cure = "start more servers (--server_num), or use larger batches"
+            yield f"queue {worker.key}", f"the queue of {worker.name} is full {told}: {cure}"
 
     def _retries(self, worker: RoleSnapshot) -> Iterator[Found]:
         first = self._looks[worker.key][0][1]
@@ -141,7 +148,13 @@ class JobWarnings:
             yield "old", f"the network is old: half of the gradients come from one of {age} updates ago or more"
 
     def _silence(self, snapshot: JobSnapshot) -> Iterator[Found]:
+        # Processes that serve end, and report no more, when all workers of the job have left.
+        is_over = bool(snapshot.training) and not any(
+            role.state in ("starting", "waiting") or is_training(role) for role in snapshot.training
+        )
         for kind, most in _SILENT.items():
+            if is_over and kind in _SERVING:
+                continue
             quiet = {
                 role.index: snapshot.time - self._changed[role.key][0]
                 for role in snapshot.of(kind)
@@ -150,8 +163,8 @@ class JobWarnings:
             silent = {index: seconds for index, seconds in quiet.items() if seconds >= most}
             if silent:
                 who = f"{kind}{'s' * (len(silent) > 1)} {figures.ranges(list(silent))}"
-                why = "" if kind == "server" else ": evaluating, saving, or stuck"
-                yield f"silent {kind}", f"{who}: no report for {figures.duration(min(silent.values()))}{why}"
+                told = f"no report for {figures.duration(min(silent.values()))}{_MAY.get(kind, '')}"
+                yield f"silent {kind}", f"{who}: {told}"
 
     def _short_of(self) -> Iterator[Found]:
         left, limit = cgroups.memory_left(), cgroups.memory_limit()
@@ -176,4 +189,4 @@ def _held(key: str) -> float:
 def _report(role: RoleSnapshot) -> object:
     """Return a value that changes while the process reports. A worker's rates are cleared when it does not."""
     status = role.status
-    return status if role.role == "server" else [status.get(name) for name in ("pid", "steps", "samples", "metrics")]
+    return status if role.role in _SERVING else [status.get(name) for name in ("pid", "steps", "samples", "metrics")]

@@ -17,7 +17,7 @@ from torchfleet.observe.watch.watchers import Watching
 WARNING = "[fleetrun] warning: "
 _OWN = "[fleetrun] "
 _PERIOD = 0.95  # seconds between two looks
-_ROLE = re.compile(r"\[(server|worker|rank) (\d+)(?:, replica (\d+))?\] (.*)", re.DOTALL)
+_ROLE = re.compile(r"\[(server|worker|heter_worker|rank) (\d+)(?:, replica (\d+))?\] (.*)", re.DOTALL)
 _QUOTED = "    "  # before the last lines of a process that has failed
 _FAILED = ("the job ends", "the simulation ends")
 

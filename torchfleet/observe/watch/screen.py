@@ -11,6 +11,7 @@ from torchfleet.base.printable import bare
 from torchfleet.base.role.role_info import HETER_WORKER
 from torchfleet.observe.watch import figures
 from torchfleet.observe.watch.columns_fit import Column, cropped, field_of, metrics_of, table
+from torchfleet.observe.watch.head_lines import Part, fitted, wrapped
 from torchfleet.observe.watch.job_totals import JobTotals, Progress, totals_of
 from torchfleet.observe.watch.plain_lines import speed
 
@@ -72,6 +73,15 @@ WORKER_COLUMNS = (
     _RESTARTS,
     Column("metrics", 6, metrics_of, is_text=True),
 )
+HETER_COLUMNS = (
+    _NAME,
+    _STATE,
+    Column("workers", 3, **field_of("sessions", figures.count)),
+    Column("passes", 4, **field_of("passes", figures.count)),
+    Column("busy", 2, **field_of("busy", figures.share)),
+    _MEMORY,
+    _RESTARTS,
+)
 SERVER_COLUMNS = (
     _NAME,
     _STATE,
@@ -97,39 +107,41 @@ class Screen:
         totals = totals_of(snapshot)
         head = [self._header(snapshot, totals, elapsed)]
         if totals.progress is not None:
-            head.append(_bar(totals.progress, width))
-        head += [line for line in (_speed(totals), _state_of_servers(totals), Text(totals.staleness)) if line.plain]
-        head += [Text(f"! {text}", "yellow bold") for text in warnings[:_MOST_WARNINGS]]
+            head.append([Part(_bar(totals.progress, width))])
+        head += [line for line in (_speed(totals), _state_of_servers(totals), _sentence(totals.staleness)) if line]
+        head += [_sentence(f"! {text}", "yellow bold", -1) for text in warnings[:_MOST_WARNINGS]]
         if len(warnings) > _MOST_WARNINGS:
-            head.append(Text(f"! {len(warnings) - _MOST_WARNINGS} more warnings", "yellow bold"))
-        if told:
-            head.append(Text(told, "dim"))
-        head = [cropped(line, width) for line in head[: max(1, height)]]
-        return head + self._tables(snapshot, width, height - len(head))
+            head.append(_sentence(f"! {len(warnings) - _MOST_WARNINGS} more warnings", "yellow bold"))
+        head += [line for line in [_sentence(told, "dim")] if line]
+        shown = _head(head, width, height, 1 + sum(_wanted(snapshot)))[: max(1, height)]
+        return shown + self._tables(snapshot, width, height - len(shown))
 
-    def _header(self, snapshot: JobSnapshot, totals: JobTotals, elapsed: float) -> Text:
+    def _header(self, snapshot: JobSnapshot, totals: JobTotals, elapsed: float) -> list[Part]:
         servers = {role.index for role in snapshot.of("server")}  # a server and its backup are one
         others = snapshot.training
         parts = [figures.plural(len(servers), "server")] if servers else []
         parts += [figures.plural(len(others), others[0].role)] if others else []
         heters = snapshot.of(HETER_WORKER)
         parts += [figures.plural(len(heters), "heter worker")] if heters else []
-        line = Text(f"{totals.mode or 'fleet'}", "bold cyan")
-        line.append(f"  {' × '.join(parts)}  {figures.duration(elapsed)}", "bold")
-        return line.append(f"  {self._log_dir}", "dim")
+        line = [Part(Text(totals.mode or "fleet", "bold cyan"), 1)]
+        line += [Part(Text(text, "bold"), 1) for text in (" × ".join(parts), figures.duration(elapsed)) if text]
+        return [*line, Part(Text(self._log_dir, "dim"), 2)] if self._log_dir else line
 
     def _tables(self, snapshot: JobSnapshot, width: int, height: int) -> list[Text]:
-        """Workers first; servers get a third of the lines, or more where workers leave them."""
+        """Workers first; servers get a third of the lines, or more where workers leave them, and heter workers a third
+        of the rest.
+        """
+        servers, heters = snapshot.of("server"), snapshot.of(HETER_WORKER)
         workers = snapshot.training
-        servers = snapshot.of("server")
         tables = self._table_lines(servers) if self._verbose else []
-        wanted_servers = len(servers) + 1 if servers else 0
-        wanted_workers = len(workers) + 1 if workers else 0
+        wanted = _wanted(snapshot)
         room = height - 1  # an empty line above
         if room < _LEAST:
             return []
-        of_servers = min(wanted_servers, max(room // 3, room - wanted_workers)) if servers else 0
-        lines = table(workers, WORKER_COLUMNS, width, room - of_servers)
+        of_servers = min(wanted[0], max(room // 3, room - wanted[1] - wanted[2]))
+        of_heters = min(wanted[1], max((room - of_servers) // 3, room - of_servers - wanted[2]))
+        lines = table(workers, WORKER_COLUMNS, width, room - of_servers - of_heters)
+        lines += table(heters, HETER_COLUMNS, width, of_heters)
         lines += table(servers, SERVER_COLUMNS, width, of_servers)
         lines += [cropped(line, width) for line in tables[: max(0, room - len(lines))]]
         return [Text(""), *lines]
@@ -147,6 +159,25 @@ class Screen:
         return [Text(text, "dim") for _, text in sorted(found, key=lambda pair: -pair[0])]
 
 
+def _wanted(snapshot: JobSnapshot) -> list[int]:
+    """How many lines the whole tables of servers, heter workers and workers need."""
+    tables = (snapshot.of("server"), snapshot.of(HETER_WORKER), snapshot.training)
+    return [len(roles) + 1 if roles else 0 for roles in tables]
+
+
+def _head(head: Sequence[list[Part]], width: int, height: int, num_below: int) -> list[Text]:
+    """The lines above the tables, which need `num_below` lines. They are wrapped, the most important first: lines of
+    numbers while all tables fit, sentences while folded ones fit. Others are cut.
+    """
+    shown = [[fitted(parts, width)] for parts in head]
+    for place in sorted(range(len(head)), key=lambda place: head[place][0].rank):
+        whole = wrapped(head[place], width)
+        room = height - (num_below if len(head[place]) > 1 else min(num_below, 1 + _LEAST))
+        if sum(map(len, shown)) - len(shown[place]) + len(whole) <= room:
+            shown[place] = whole
+    return [line for lines in shown for line in lines]
+
+
 def _bar(progress: Progress, width: int) -> Text:
     if progress.share is None:
         return Text(progress.text)
@@ -161,22 +192,29 @@ def _bar(progress: Progress, width: int) -> Text:
     return line.append(" " + "  ".join(ends[1:]))
 
 
-def _speed(totals: JobTotals) -> Text:
-    if not totals.samples:
-        return Text("  ".join(totals.shown_metrics))
-    parts = filter(None, [speed(totals), f"{figures.count(totals.samples)} samples"])
-    line = Text(", ".join(parts), "bold")
-    return line.append("".join(f"   {text}" for text in totals.shown_metrics), "bold green")
+def _sentence(text: str, style: str = "", rank: int = 1) -> list[Part]:
+    """A line of words; empty without any."""
+    return [Part(Text(text, style), rank)] if text else []
 
 
-def _state_of_servers(totals: JobTotals) -> Text:
+def _speed(totals: JobTotals) -> list[Part]:
+    line = []
+    if totals.samples:
+        told = Text(speed(totals), "bold")
+        line += [Part(told)] if told.plain else []
+        line.append(Part(Text(f"{figures.count(totals.samples)} samples", "bold"), 2, ", "))
+    return line + [Part(Text(text, "bold green"), 1, "   ") for text in totals.shown_metrics]
+
+
+def _state_of_servers(totals: JobTotals) -> list[Part]:
+    """What the job waits for is what matters most."""
     parts = []
     if totals.rows is not None:
-        parts.append(f"{figures.count(totals.rows)} rows, {figures.size(totals.table_bytes)}")
+        parts.append((2, f"{figures.count(totals.rows)} rows, {figures.size(totals.table_bytes)}"))
     if totals.server_memory:
-        parts.append(f"memory of servers {figures.size(totals.server_memory)}")
+        parts.append((3, f"memory of servers {figures.size(totals.server_memory)}"))
     if totals.busy is not None:
-        parts.append(f"servers busy {figures.share(totals.busy)}")
+        parts.append((1, f"servers busy {figures.share(totals.busy)}"))
     if totals.waiting is not None:
-        parts.append(f"workers wait {figures.share(totals.waiting)}")
-    return Text("   ".join(parts))
+        parts.append((0, f"workers wait {figures.share(totals.waiting)}"))
+    return [Part(Text(text), rank, "   ") for rank, text in parts]

@@ -34,6 +34,8 @@ FIELDS = {
     "requests_per_s": "requests/per_s",
     "errors": "requests/errors",
     "busy": "server/busy",
+    "passes": "heter/passes",
+    "sessions": "heter/sessions",
     "memory": "memory/resident_bytes",
 }
 _SUMMED = ("steps_per_s", "samples_per_s")  # over workers, in the run of the job

@@ -42,6 +42,8 @@ SERVER: dict[str, Any] = {
     "staleness_dense": {0: 5, 3: 2}, "staleness_sparse": {"1": 4, "16": 2, "64": 1},
 }  # fmt: skip
 
+HETER: dict[str, Any] = {"role": "heter_worker", "passes": 1234, "sessions": 2, "busy": 0.5, "errors": 1}
+
 
 @pytest.fixture
 def port() -> Iterator[MetricsPort]:
@@ -92,6 +94,12 @@ def test_a_server_has_requests_tables_and_ages(port: MetricsPort) -> None:
     assert found["torchfleet_staleness_updates_count", (("kind", "sparse"),)] == 7
 
 
+def test_a_heter_worker_has_its_passes_and_workers(port: MetricsPort) -> None:
+    port.publish(HETER)
+    found = samples(page(port))
+    assert (found["torchfleet_heter_passes_total", ()], found["torchfleet_heter_sessions", ()]) == (1234, 2)
+
+
 def test_buckets_of_ages_count_what_is_at_most_as_old() -> None:
     ages = {0: 1, 3: 2, 15: 4, 16: 8, 32: 16, 1024: 32}  # 16 stands for 16 to 31, and so on
     found = dict(buckets_of(ages))
@@ -128,7 +136,7 @@ def test_promtool_finds_no_fault(port: MetricsPort) -> None:
 
 def exported(port: MetricsPort) -> dict[str, str]:
     """All metrics that there are, by name: their kinds."""
-    port.publish({**WORKER, **SERVER})
+    port.publish({**WORKER, **SERVER, **HETER})
     port.step_made()
     port.step_made()
     kinds = re.findall(r"^# TYPE (torchfleet_\S+) (\S+)$", page(port), re.MULTILINE)

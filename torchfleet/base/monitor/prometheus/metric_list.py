@@ -118,6 +118,11 @@ LISTED = (
     ),
     _gauge("torchfleet_last_save_seconds", "How long the last save took.", _within("saves", "last_seconds")),
     _gauge("torchfleet_last_save_bytes", "Size of the last save.", _within("saves", "last_bytes")),
+    # heter workers
+    _counter(
+        "torchfleet_heter_passes", "Forward and backward passes that a heter worker has computed.", _field("passes")
+    ),
+    _gauge("torchfleet_heter_sessions", "Workers that compute at a heter worker.", _field("sessions")),
     # all
     _gauge("torchfleet_resident_memory_bytes", "Resident memory of the process.", _field("memory")),
 )

@@ -11,6 +11,14 @@ const LAST = [
   { id: "restarts", read: (role) => role.restarts, format: number },
 ];
 const COLUMNS = {
+  heter_worker: [
+    ...COMMON,
+    { id: "workers", read: value("sessions"), format: number },
+    { id: "passes", read: value("passes"), format: number },
+    { id: "busy", read: value("busy"), format: share },
+    { id: "errors", read: value("errors"), format: number },
+    ...LAST,
+  ],
   worker: [
     ...COMMON,
     { id: "steps", read: value("steps"), format: (found) => found.toLocaleString("en-US") },
@@ -46,6 +54,7 @@ export class RoleTables {
     this._last = store;
     this._group("server", "Servers", store.of("server"));
     this._group("worker", store.of("rank").length ? "Ranks" : "Workers", store.workers);
+    this._group("heter_worker", "Heter workers", store.of("heter_worker"));
     const shown = [...this._groups.values()].reduce((sum, group) => sum + group.num, 0);
     const hint = store.workers.length > 8 ? "; a click on one shows it in the charts" : "";
     setText(byId("role-count"), `${shown} of ${store.roles.size} shown${hint}`);
