@@ -78,7 +78,7 @@ def run(folder: Path, name: str, flags: list[str], chosen: argparse.Namespace) -
                 first = time.monotonic() - started
     if process.returncode:
         raise SystemExit(f"the job failed:\n{told}")
-    speed = re.search(r"epoch 0: ([\d,]+) samples/s", told)
+    speed = re.search(r"epoch 1: ([\d,]+) samples/s", told)
     auc = re.search(r"test AUC ([\d.]+)", told)
     assert speed is not None
     assert auc is not None, told

@@ -73,7 +73,7 @@ def train_on_device(model: torch.nn.Module, options: argparse.Namespace) -> None
             optimizer.step()
             optimizer.zero_grad()
             if step % 50 == 0:
-                print(f"epoch {epoch} step {step:4} loss {loss.item():.4f}", flush=True)
+                print(f"epoch {epoch + 1} step {step:4} loss {loss.item():.4f}", flush=True)
     model.eval()
     there = {name: column.to(device) for name, column in held_out.items()}
     found = auc(predicted(model, there).cpu(), held_out["label"])

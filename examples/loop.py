@@ -35,7 +35,7 @@ def train(
             losses.append(loss.item())
             if step % 50 == 0:
                 fleet.report(loss=np.mean(losses[-50:]))
-                print(f"epoch {epoch} step {step:4} loss {np.mean(losses[-50:]):.4f}", flush=True)
+                print(f"epoch {epoch + 1} step {step:4} loss {np.mean(losses[-50:]):.4f}", flush=True)
     fleet.flush()
     fleet.barrier_worker()
     fleet.flush()  # once more: what the others sent before the barrier

@@ -149,6 +149,15 @@ def test_what_is_shown_has_to_be_printed(tmp_path: Path, shown: str) -> None:
         pages.follow(page, tmp_path)
 
 
+def test_what_is_printed_has_to_be_shown(tmp_path: Path) -> None:
+    command = "```bash\necho 'a 1'; echo; echo 'b 2'\n```"
+    for shown in ("a 1\nb 3", "b 7\n\na 1", "a 1\n...", "... 1\nb ..."):
+        assert pages.follow(page_of(tmp_path, command, f"```text\n{shown}\n```"), tmp_path)
+    for shown in ("a 1", "a 1\nb", ""):
+        with pytest.raises(AssertionError, match="show"):
+            pages.follow(page_of(tmp_path, command, f"```text\n{shown}\n```"), tmp_path)
+
+
 @pytest.mark.parametrize(
     "block",
     ["```bash\nfalse | cat; exit 3\n```", "```bash\npython -c 'raise SystemExit(3)'\n```", "```python\nx = 1\n```",

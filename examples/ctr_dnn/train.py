@@ -88,15 +88,15 @@ def train(model: torch.nn.Module, optimizer: Any, options: argparse.Namespace) -
         result = fleet.train_from_dataset(
             step, data, optimizer, thread=options.threads, print_period=options.print_period, fetch_handler=watch
         )
-        print(f"epoch {epoch}: {result.samples_per_s:,.0f} samples/s, AUC while training {meter.compute()[0]:.4f}")
+        print(f"epoch {epoch + 1}: {result.samples_per_s:,.0f} samples/s, AUC while training {meter.compute()[0]:.4f}")
         fleet.flush()
         fleet.barrier_worker()
-        print(f"epoch {epoch}: test AUC {evaluate(model, test):.6f}", flush=True)
+        print(f"epoch {epoch + 1}: test AUC {evaluate(model, test):.6f}", flush=True)
         if options.curve and fleet.is_first_worker():
             Path(options.curve).write_text("".join(curve))
         if options.save and fleet.is_first_worker():
             fleet.save_persistables(options.save, extra={"log_scale": options.log_scale})
-            print(f"epoch {epoch}: saved to {options.save}")
+            print(f"epoch {epoch + 1}: saved to {options.save}")
 
 
 def train_on_device(options: argparse.Namespace) -> None:
@@ -121,7 +121,7 @@ def train_on_device(options: argparse.Namespace) -> None:
             for read in test:
                 batch = {name: values.to(device) for name, values in read.items()}
                 meter.update(model(batch), batch["label"])
-        print(f"epoch {epoch}: test AUC {meter.compute()[0]:.6f}", flush=True)
+        print(f"epoch {epoch + 1}: test AUC {meter.compute()[0]:.6f}", flush=True)
     fleet.stop_worker()
 
 

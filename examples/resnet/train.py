@@ -62,7 +62,7 @@ def main() -> None:
     for epoch in range(first_epoch, options.epochs):
         batches.sampler.set_epoch(epoch)
         train(model, optimizer, schedule, batches, epoch, options)
-        say(f"epoch {epoch}: test loss {{:.4f}}, acc1 {{:.2f}} %, acc5 {{:.2f}} %", *evaluate(model, test_batches))
+        say(f"epoch {epoch + 1}: test loss {{:.4f}}, acc1 {{:.2f}} %, acc5 {{:.2f}} %", *evaluate(model, test_batches))
         if options.save:
             fleet.save(options.save, extra={"epoch": epoch + 1, "step": (epoch + 1) * len(batches)})
     say("final accuracy: acc1 {1:.2f} %, acc5 {2:.2f} %", *evaluate(model, test_batches))
@@ -84,7 +84,7 @@ def train(model: Any, optimizer: Any, schedule: Any, batches: Any, epoch: int, o
             num = meter.num_batches * options.batch_size * fleet.data_shard()[1]
             rate = num / (time.perf_counter() - meter.start)
             say(
-                f"epoch {epoch} step {step}/{len(batches)}: loss {{:.4f}}, acc1 {{:.2f}} %, acc5 {{:.2f}} %, "
+                f"epoch {epoch + 1} step {step}/{len(batches)}: loss {{:.4f}}, acc1 {{:.2f}} %, acc5 {{:.2f}} %, "
                 "{:,.0f} images/s, lr {:.4g}", loss, acc1, acc5, rate, schedule.get_last_lr()[0],
             )  # fmt: skip
             meter = Meter()
@@ -135,7 +135,7 @@ def resume(options: argparse.Namespace) -> tuple[int, int]:
     if not options.save or not Path(options.save).exists():
         return 0, 0
     extra = fleet.load(options.save)
-    say(f"going on from {options.save}: epoch {extra['epoch']}, step {extra['step']}")
+    say(f"going on from {options.save}, after epoch {extra['epoch']}, step {extra['step']}")
     return extra["epoch"], extra["step"]
 
 

@@ -85,7 +85,7 @@ def main() -> None:
             losses.append(loss.item())
             if step % 50 == 0:
                 fleet.report(loss=np.mean(losses[-50:]))
-                print(f"epoch {epoch} step {step:4} loss {np.mean(losses[-50:]):.4f}", flush=True)
+                print(f"epoch {epoch + 1} step {step:4} loss {np.mean(losses[-50:]):.4f}", flush=True)
     fleet.flush()
     num_samples = len(losses) * options.batch_size
     print(f"{num_samples / (time.monotonic() - start):,.0f} samples/s on this worker, last loss {losses[-1]:.6f}")

@@ -65,7 +65,7 @@ def train(model: torch.nn.Module, optimizer: Any, own: Path, options: argparse.N
         if options.dataset == "memory":
             data.global_shuffle(options.seed + epoch)  # among all workers
         result = fleet.train_from_dataset(step, data, optimizer, print_period=50)
-        print(f"epoch {epoch}: {result.samples:,} samples on this worker", flush=True)
+        print(f"epoch {epoch + 1}: {result.samples:,} samples on this worker", flush=True)
     fleet.flush()
     fleet.barrier_worker()  # all have trained
     print(f"AUC {auc(model, held_out):.4f} on the held-out rows of all workers", flush=True)

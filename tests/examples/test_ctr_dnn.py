@@ -197,7 +197,7 @@ def test_new_parts_replace_all_old_ones(tmp_path: Path) -> None:
 def test_an_epoch_in_one_process_learns(data: Path, printed: str, threads: int) -> None:
     text = printed if threads == 1 else run("train.py", "--data", data, *QUICK, "--threads", threads)
     assert 0.63 < test_aucs(text)[0] < 0.95
-    assert re.search(r"epoch 0: [\d,]+ samples/s, AUC while training 0\.\d{4}", text)
+    assert re.search(r"epoch 1: [\d,]+ samples/s, AUC while training 0\.\d{4}", text)
     assert re.search(r"watch: loss \d\.\d+, AUC of all 0\.\d+", text)
 
 

@@ -5,7 +5,8 @@ A block of a page says by its language what is done with it:
     ```python title="train.py"      a file, of any language: it is written
     ```diff title="train.py"        lines to add to a file and to remove from it; @@ stands between two places
     ```bash                         command lines: each is run, in the order of the page
-    ```text                         lines that the commands before it print; numbers may differ, `...` is anything
+    ```text                         all lines that the commands before it print; numbers may differ, `...` is anything,
+                                    and a line `...` says that there are more lines
 
 A comment right above a block changes that. `<!-- not run: REASON -->`: its command lines are only parsed. `<!-- only:
 MARKER -->`: it is run where the test that has this marker of pytest asks for it, and is only parsed elsewhere.
@@ -84,6 +85,9 @@ def follow(page: Path, folder: Path, *markers: str, execute: Execute | None = No
             printed += latest
         elif block.language == "text":
             assert (lost := missing(block.text, latest)) == [], f"{page.name} shows {lost}; this was printed:\n{latest}"
+            # In an empty environment the first runs also say what they compile.
+            extra = [] if execute else unshown(block.text, latest)
+            assert extra == [], f"{page.name} does not show {extra}; show them, or a line of three dots"
         else:
             raise AssertionError(f"{page.name}: neither a file, nor bash or text, nor marked:\n{block.text}")
     return printed
@@ -101,9 +105,21 @@ def changed(text: str, diff: str) -> str:
 
 def missing(shown: str, printed: str) -> list[str]:
     """The lines of `shown` that were not printed; how many spaces stand between two words does not matter."""
-    lines = [" ".join(line.split()) for line in printed.splitlines()]
-    wanted = [line for line in (" ".join(line.split()) for line in shown.splitlines()) if line not in ("", "...")]
-    return [line for line in wanted if not any(_pattern(line).fullmatch(found) for found in lines)]
+    lines = _lines(printed)
+    return [line for line in _lines(shown) if line != "..." and not any(map(_pattern(line).fullmatch, lines))]
+
+
+def unshown(shown: str, printed: str) -> list[str]:
+    """The lines that were printed and that `shown` has not; none if one of its lines is `...`."""
+    if "..." in _lines(shown):
+        return []
+    patterns = [_pattern(line) for line in _lines(shown)]
+    return [line for line in _lines(printed) if not any(pattern.fullmatch(line) for pattern in patterns)]
+
+
+def _lines(text: str) -> list[str]:
+    """The lines that are not empty, with one space between two words."""
+    return [line for line in (" ".join(line.split()) for line in text.splitlines()) if line]
 
 
 def _pattern(line: str) -> re.Pattern[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = "share/doc/torchfleet"  # where the wheel installs the pages of docs
-COMMANDS = ("fleetrun = torchfleet.launch.cli:main", "fleet = torchfleet.observe.commands.command:main")
+COMMANDS = ("fleetrun = torchfleet.launch.__main__:main", "fleet = torchfleet.observe.commands.__main__:main")
 
 
 def package_files(root: Path = ROOT) -> set[str]:

@@ -2,6 +2,13 @@
 
 import sys
 
-from torchfleet.launch.cli import main
+from torchfleet.base.entry import run
 
-sys.exit(main())
+
+def main() -> int:
+    """The command `fleetrun`. Returns its exit status."""
+    return run("torchfleet.launch.cli")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,6 +17,7 @@ from torchfleet.launch.processes import ROLES
 from torchfleet.launch.roles import JobLayout, tasks
 from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.launch.simulate.conditions import Conditions, Job, Part, parse_straggler
+from torchfleet.observe.watch.figures import plural
 from torchfleet.observe.watch.json_display import print_text
 
 if TYPE_CHECKING:
@@ -104,9 +105,8 @@ def _forecast(job: JobSpec, options: argparse.Namespace, layout: JobLayout, cond
     few = replace(job, num_workers=min(num_workers, PROFILE_WORKERS), num_servers=min(num_servers, PROFILE_SERVERS))
     small, planned = _plan(few, options)
     run_dir = job.make_run_dir()
-    print_text(
-        f"[fleetrun] measuring a step with {few.num_workers} workers and {few.num_servers} servers; logs in {run_dir}"
-    )
+    job_of = f"{plural(few.num_workers, 'worker')} and {plural(few.num_servers, 'server')}"
+    print_text(f"[fleetrun] measuring a step with {job_of}; logs in {run_dir}")
     profiled = _job(options, small, planned, conditions, run_dir)
     return forecast_throughput(profiled, num_workers, num_servers, run_dir, print_text)
 

@@ -106,7 +106,7 @@ def test_a_server_with_a_log_comes_back_at_another_address_and_nothing_is_lost(
         for pod in node.pods:
             node.start(pod)
         worker = next(pod for pod in node.pods if "worker-0" in pod.host)
-        wait_until(lambda: "epoch 0: test AUC" in worker.output, 150, "an epoch of two")
+        wait_until(lambda: "epoch 1: test AUC" in worker.output, 150, "an epoch of two")
         old = node.pods[1]
         new = node.replace(old)
         assert new.address != old.address

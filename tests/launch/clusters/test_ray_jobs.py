@@ -62,7 +62,7 @@ def test_the_ctr_example_unchanged_trains_the_same_bits_as_local_processes(nodes
     with job(nodes, tmp_path / "ray_log", *counts, train, *options, str(tmp_path / "ray")) as started:
         assert started.wait(SHORT) == 0, started.output
     assert {place.rpartition(":")[0] for place in places(started.output).values()} == {"127.0.0.2", "127.0.0.3"}
-    assert "[worker 0] epoch 0:" in started.output
+    assert "[worker 0] epoch 1:" in started.output
     assert "listening on 127.0.0." in (run_dir(tmp_path / "ray_log") / "serverlog.1").read_text()
     compared = compare(str(tmp_path / "local"), str(tmp_path / "ray"))
     assert set(compared.tables) == {"embedding", "dense.1"}

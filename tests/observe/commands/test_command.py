@@ -219,6 +219,7 @@ def test_inspect_shows_every_table(model: str, capsys: pytest.CaptureFixture[str
     ]  # fmt: skip
     assert dense.split("│")[4].strip() == "5"
     assert any(names(line, "save-000001", 2) for line in lines)
+    assert lines[0].endswith("by 2 servers")
 
 
 @pytest.mark.slow

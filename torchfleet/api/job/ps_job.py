@@ -271,4 +271,8 @@ class ParameterServerJob(JobSetup):
         final = self.worker.stop()
         if self.info.worker_index == 0:
             print(summary(final), flush=True)
+        for path, number in self.worker.replaced_saves.items():
+            print(
+                f"{path}: save {number} of an earlier job was replaced, from which this job did not start", flush=True
+            )
         return final

@@ -73,6 +73,11 @@ class WorkerRole(StartedWorker):
         """As WorkerSaves.save."""
         return self._saves.save(dirname, kind, extra)
 
+    @property
+    def replaced_saves(self) -> dict[str, int]:
+        """By path: the number of the save of an earlier job that a save of this one has replaced."""
+        return self._saves.replaced
+
     def complete_saves(self) -> list[str]:
         """As WorkerSaves.complete."""
         return self._saves.complete()

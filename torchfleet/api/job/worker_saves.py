@@ -47,6 +47,7 @@ class WorkerSaves:
         fixed = [group.spec.name for group in setup.plan.fixed]
         self._last_saves = LastSaves(client, setup.info, self._timeout, fixed)
         self._saved_to: set[str] = set()  # paths
+        self.replaced: dict[str, int] = {}  # by path: the number of the save of an earlier job that is gone
 
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model, including this worker's gradients."""
@@ -54,9 +55,10 @@ class WorkerSaves:
         communicator.flush()
         storage = Storage(dirname)
         features = self._features_to_save(storage)
+        replaced = None
         # A restarted worker does not know what it saved before.
         if not self._info.restart and storage.path not in self._saved_to:
-            tell_of_replacing(storage, kind, {server["model"] for server in self._client.stats()})
+            replaced = tell_of_replacing(storage, kind, {server["model"] for server in self._client.stats()})
         if self._hybrid is not None:
             self._hybrid.put_network()
         if kind != "inference":
@@ -68,6 +70,8 @@ class WorkerSaves:
                 self._client, self._plan, dirname, self._timeout, kind, extra, features=features, described=described
             )
         self._saved_to.add(storage.path)
+        if replaced is not None:
+            self.replaced[storage.path] = replaced
         if self._membership is not None:
             made = LastSave(dirname, kind, extra, updates)
             is_open = are_others_at_work or communicator.keeps_rest

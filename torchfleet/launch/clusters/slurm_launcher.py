@@ -23,6 +23,7 @@ from torchfleet.launch.processes import Process
 from torchfleet.launch.ranks.rank_launcher import RankLauncher
 from torchfleet.launch.server_command import with_server_command
 from torchfleet.launch.server_launcher import server_bounds
+from torchfleet.observe.watch.figures import plural
 from torchfleet.observe.watch.json_display import line_printer
 from torchfleet.observe.watch.metrics_ports import port_variables
 
@@ -125,7 +126,8 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meetin
     if step.rank == 0:
         for line in told:
             say(f"[fleetrun] {line}")
-        say(f"[fleetrun] {num_servers} servers, {num_workers} workers; logs in {meeting.folder}")
+        roles = f"{plural(num_servers, 'server')}, {plural(num_workers, 'worker')}"
+        say(f"[fleetrun] {roles}; logs in {meeting.folder}")
     if step.rank < num_servers:
         meeting.publish(f"server.{step.rank}", step.rank)
     keys = {} if job.insecure or job.key_dir else {"FLEET_KEY_DIR": meeting.keys()}

@@ -39,10 +39,8 @@ class RankLauncher:
         others = [f"--{name}" for name in _OPTIONS_OF_SERVERS if getattr(options, name) is not None]
         others += [f"--{name}" for name in ("max_job_restart", "plain", "servers_run_script") if getattr(options, name)]
         if given and others:
-            raise RoleError(
-                f"{', '.join(given)} start a collective job, {', '.join(others)} one with parameter servers: use one "
-                "kind"
-            )
+            starts = f"{', '.join(given)} {'start' if given[1:] else 'starts'} a collective job"
+            raise RoleError(f"{starts}, {', '.join(others)} one with parameter servers: use one kind")
         if given and options.key_dir and options.key_dir != os.environ.get("FLEET_KEY_DIR"):
             raise RoleError(
                 f"--key_dir is for parameter servers: torch.distributed, which {given[0]} uses, has no keys"

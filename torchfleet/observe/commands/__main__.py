@@ -2,6 +2,13 @@
 
 import sys
 
-from torchfleet.observe.commands.command import main
+from torchfleet.base.entry import run
 
-sys.exit(main())
+
+def main() -> int:
+    """The command `fleet`. Returns its exit status."""
+    return run("torchfleet.observe.commands.command")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

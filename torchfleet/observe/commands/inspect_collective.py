@@ -15,6 +15,7 @@ from torchfleet.collective.checkpoint.collective_manifest import CollectiveManif
 from torchfleet.collective.checkpoint.single_file import export
 from torchfleet.collective.checkpoint.tensor_files import Reader, check_files
 from torchfleet.observe.commands.drawing import print_table, time_text
+from torchfleet.observe.watch.figures import plural
 
 
 def inspect_collective(dirname: str, check: bool, as_json: bool) -> None:
@@ -78,7 +79,8 @@ def _describe_tensor(tensor: SavedTensor) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    say(f"{found['path']}, {found['save']}: collective, by {found['num_ranks']} ranks, {time_text(found['time'])} UTC")
+    by = plural(found["num_ranks"], "rank")
+    say(f"{found['path']}, {found['save']}: collective, by {by}, {time_text(found['time'])} UTC")
     for name in ("strategy", "extra", "tied"):
         if found[name]:
             say(f"{name}: {msgspec.json.encode(found[name]).decode()}")

@@ -15,6 +15,7 @@ from torchfleet.base.printable import say
 from torchfleet.base.saved_extra import script_extra
 from torchfleet.base.storage import Storage
 from torchfleet.observe.commands.drawing import print_summary, print_table, time_text
+from torchfleet.observe.watch.figures import plural
 from torchfleet.ps.checkpoint.chain import live_candidates, live_rows, statistics_of
 from torchfleet.ps.checkpoint.manifest import Link, Manifest, Part, Table, read_manifest
 from torchfleet.ps.checkpoint.narrow_arrays import widened
@@ -167,7 +168,7 @@ def _describe_table(manifest: Manifest, table: Table) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    say(f"{found['path']}, {found['save']}: {found['kind']}, by {found['num_servers']} servers")
+    say(f"{found['path']}, {found['save']}: {found['kind']}, by {plural(found['num_servers'], 'server')}")
     if found["extra"]:
         say(f"extra: {msgspec.json.encode(found['extra']).decode()}")
     names = ["number", "parent", "kind", "folder", "num_servers", "rows", "gone", "candidates", "bytes", "files"]

@@ -15,6 +15,7 @@ from torchfleet.base.printable import say
 from torchfleet.observe.plan.job_plan import Durability, JobSize, Plan, plan_of
 from torchfleet.observe.plan.model_plan import STATES, ModelSize, RankPlan, plans, size_of
 from torchfleet.observe.plan.units import Unit, read_units
+from torchfleet.observe.watch.figures import plural
 from torchfleet.ps.tables.settings.row_format import DTYPES
 from torchfleet.ps.tables.settings.rule import RULES
 
@@ -128,10 +129,10 @@ def lines(plan: Plan) -> Iterator[str]:
         f"{_bytes(plan['table_bytes'])} in all"
     )
     copies = " with the backups of another" if plan["copies"] == 2 else ""
-    yield f"memory      {_bytes(plan['server_bytes'])} on each of {size.servers:,} servers{copies}"
+    yield f"memory      {_bytes(plan['server_bytes'])} on each of {plural(size.servers, 'server')}{copies}"
     yield (
-        f"speed       {plan['samples_per_s']:,.0f} samples/s of {size.workers:,} workers, {size.mode}: a step of "
-        f"{size.batch:,} samples takes {1e3 * plan['step_s']:.1f} ms, bound by {plan.bound}"
+        f"speed       {plan['samples_per_s']:,.0f} samples/s of {plural(size.workers, 'worker')}, {size.mode}: a step "
+        f"of {size.batch:,} samples takes {1e3 * plan['step_s']:.1f} ms, bound by {plan.bound}"
     )
     yield (
         f"            servers busy {plan['server_busy']:.0%}; computing {1e3 * plan['compute_s']:.1f} ms, "

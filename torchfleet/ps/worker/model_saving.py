@@ -106,20 +106,22 @@ def save_model(
         return _commit(storage, manifest, before if is_delta else None, held, sizes, described)
 
 
-def tell_of_replacing(storage: Storage, kind: Kind, known: Collection[str]) -> None:
-    """Report on stderr that a save replaces a resumable model that this job has neither loaded nor saved.
+def tell_of_replacing(storage: Storage, kind: Kind, known: Collection[str]) -> int | None:
+    """Report on stderr that a save replaces a resumable model that this job has neither loaded nor saved. Returns the
+    number of the save that is replaced; None if none is.
 
     `known`: the folders that the job has loaded or saved. The usual cause: the script loads the model on servers only.
     """
     before = present_model(storage) if kind != "delta" and storage.path not in known else None
-    if before is not None and before.kind == "full":
-        print(
-            f"{storage.path} holds save {before.number}, and this job did not start from it: the new save replaces "
-            "it. To go on from a saved model, give its folder to fleet.init_server(dirname) and "
-            "fleet.init_worker(dirname).",
-            file=sys.stderr,
-            flush=True,
-        )
+    if before is None or before.kind != "full":
+        return None
+    print(
+        f"{storage.path} holds save {before.number}, and this job did not start from it: the new save replaces it. To "
+        "go on from a saved model, give its folder to fleet.init_server(dirname) and fleet.init_worker(dirname).",
+        file=sys.stderr,
+        flush=True,
+    )
+    return before.number
 
 
 def _commit(
