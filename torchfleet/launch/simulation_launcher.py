@@ -102,10 +102,11 @@ def _forecast(job: JobSpec, options: argparse.Namespace, layout: JobLayout, cond
     )
 
     num_workers, num_servers = len(layout.workers), len(layout.servers)
-    few = replace(job, num_workers=min(num_workers, PROFILE_WORKERS), num_servers=min(num_servers, PROFILE_SERVERS))
+    few_workers, few_servers = min(num_workers, PROFILE_WORKERS), min(num_servers, PROFILE_SERVERS)
+    few = replace(job, num_workers=few_workers, num_servers=few_servers)
     small, planned = _plan(few, options)
     run_dir = job.make_run_dir()
-    job_of = f"{plural(few.num_workers, 'worker')} and {plural(few.num_servers, 'server')}"
+    job_of = f"{plural(few_workers, 'worker')} and {plural(few_servers, 'server')}"
     print_text(f"[fleetrun] measuring a step with {job_of}; logs in {run_dir}")
     profiled = _job(options, small, planned, conditions, run_dir)
     return forecast_throughput(profiled, num_workers, num_servers, run_dir, print_text)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numba
@@ -150,8 +152,13 @@ def test_a_server_that_never_comes_is_waited_for_aloud_and_named_in_the_end(
 
 
 def test_a_server_that_compiles_its_kernels_says_so_to_those_who_wait(
-    role: ServerRole, client: Client, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    role: ServerRole,
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
+    """And to those who read its status: its memory has the compiler."""
     begun, go_on = threading.Event(), threading.Event()
 
     def compile_slowly(specs: object, are_copied: bool) -> None:
@@ -161,6 +168,7 @@ def test_a_server_that_compiles_its_kernels_says_so_to_those_who_wait(
         assert go_on.wait(SECONDS)
 
     monkeypatch.setattr(server_run, "warm_up", compile_slowly)
+    role._run._place = replace(role._run._place, status_file=str(tmp_path / "status"))
     role.listen()
     thread = threading.Thread(target=role.run, daemon=True)
     thread.start()
@@ -171,9 +179,11 @@ def test_a_server_that_compiles_its_kernels_says_so_to_those_who_wait(
     role.end()
     thread.join(SECONDS)
     assert capfd.readouterr().err.count(COMPILING) == 1
+    assert json.loads((tmp_path / "status").read_text())["compiled"] is True
 
 
 def test_the_rows_that_the_launcher_shows_are_those_of_sparse_tables(role: ServerRole) -> None:
     status = ServerStatus(role._server.state)._make()
     assert status["rows"] == dict.fromkeys(jobs.TABLES, 0)
+    assert "compiled" not in status
     assert {name for name, table in status["tables"].items() if table["kind"] != "dense"} == set(jobs.TABLES)

@@ -90,6 +90,14 @@ def test_the_end_says_what_was_learned_and_how_fast(capsys: pytest.CaptureFixtur
     assert names(lines[-3], "[fleetrun]", "1.23 M samples", "42 s")
 
 
+def test_the_end_says_that_the_memory_has_the_compiler() -> None:
+    for compiled in ({}, {"compiled": True}):
+        servers = [server(0, "done"), server(1, "done", **compiled)]
+        line = end_lines(JobSnapshot(1.0, servers), 62.4)[-1]
+        assert names(line, "920 MB")
+        assert ("compiler" in line) == bool(compiled)
+
+
 def test_samples_divided_by_seconds_are_the_rate_also_if_workers_took_turns() -> None:
     quick, slow = worker(0, "done", samples=5_000, samples_per_s_mean=1_000.0), worker(1, "done", samples=4_000)
     slow.status["samples_per_s_mean"] = 100.0

@@ -52,6 +52,7 @@ class JobTotals:
     num_tables: int = 0  # with rows
     table_bytes: int = 0
     server_memory: int = 0
+    have_compiled: bool = False  # a server has compiled kernels: its memory has the compiler
     busy: float | None = None
     waiting: float | None = None
     dense_ages: Ages = field(default_factory=dict)
@@ -61,6 +62,11 @@ class JobTotals:
     def mean_rate(self) -> float:
         """Samples per second since the first step."""
         return self.samples / self.training_s if self.training_s else 0.0
+
+    @property
+    def memory_text(self) -> str:
+        """322 MB, or 961 MB with the compiler."""
+        return f"{figures.size(self.server_memory)}{' with the compiler' if self.have_compiled else ''}"
 
     @property
     def staleness(self) -> str:
@@ -93,6 +99,7 @@ def totals_of(snapshot: JobSnapshot) -> JobTotals:
         num_tables=len({name for found in rows for name in found}),
         table_bytes=sum(table["bytes"] for table in tables),
         server_memory=sum(status.get("memory", 0) for status in servers),
+        have_compiled=any(status.get("compiled") for status in servers),
         busy=_mean(status.get("busy") for role in snapshot.of("server") if _runs(role) for status in [role.status]),
         waiting=_mean(status.get("waiting") for status in training),
         dense_ages=summed(status.get("staleness_dense", {}) for status in primaries),

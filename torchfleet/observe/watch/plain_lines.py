@@ -86,6 +86,8 @@ def end_lines(snapshot: JobSnapshot, elapsed: float) -> list[str]:
     if totals.rows is not None:
         tables = figures.plural(totals.num_tables, "table")
         memory = f"; servers used {figures.size(totals.server_memory)} of memory" if totals.server_memory else ""
+        if totals.have_compiled:
+            memory += ", compiler included: this was the first start with such tables on this machine"
         lines.append(f"{figures.count(totals.rows)} rows in {tables}, {figures.size(totals.table_bytes)}{memory}")
     return lines
 

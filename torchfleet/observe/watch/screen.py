@@ -212,7 +212,7 @@ def _state_of_servers(totals: JobTotals) -> list[Part]:
     if totals.rows is not None:
         parts.append((2, f"{figures.count(totals.rows)} rows, {figures.size(totals.table_bytes)}"))
     if totals.server_memory:
-        parts.append((3, f"memory of servers {figures.size(totals.server_memory)}"))
+        parts.append((3, f"memory of servers {totals.memory_text}"))
     if totals.busy is not None:
         parts.append((1, f"servers busy {figures.share(totals.busy)}"))
     if totals.waiting is not None:

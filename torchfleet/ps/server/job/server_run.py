@@ -61,7 +61,7 @@ class ServerRun:
         self._status: ServerStatus | None = None
         self._compiler: subprocess.Popen[bytes] | None = None  # compiles the kernels that no table here uses yet
         self._trace_every = 0
-        self._is_ended = False
+        self._is_ended = self._has_compiled = False
 
     @property
     def handler(self) -> Replica | DurableServer | Server:
@@ -94,6 +94,7 @@ class ServerRun:
         """
 
         def say() -> None:
+            self._has_compiled = True
             self.say(COMPILING)
             tell()
 
@@ -131,6 +132,7 @@ class ServerRun:
             place.replica,
             self.replica,
             self.listener.endpoint,
+            self._has_compiled,
         )
 
     def serve(self) -> None:

@@ -41,10 +41,13 @@ class ServerStatus:
         replica: int = 0,
         standing: Standing | None = None,
         address: str | None = None,
+        has_compiled: bool = False,
     ) -> None:
-        """`status_file`: None for a server without a launcher. `address`: where clients reach the server. Raises
-        FleetError if the port is not available."""
+        """`status_file`: None for a server without a launcher. `address`: where clients reach the server.
+        `has_compiled`: this process has compiled kernels, so that its memory has the compiler. Raises FleetError if the
+        port is not available."""
         self._state, self._standing, self._address = state, standing, address
+        self._has_compiled = has_compiled
         self._file = StatusFile(status_file, self._make, open_metrics_port("server", index, replica))
         self._rates = RecentRates()
         state.counters.hot_keys.is_on = status_file is not None
@@ -61,7 +64,7 @@ class ServerStatus:
         stats = {table.spec.name: table.described() for table in state.tables.values()}
         rates = self._rates.look({"requests_per_s": state.counters.num_requests})
         maybe: dict[str, Any] = {"busy": state.counters.load.busy, "hot_keys": state.counters.hot_keys.top() or None}
-        maybe["address"] = self._address
+        maybe |= {"address": self._address, "compiled": self._has_compiled or None}
         if state.saves.made.num:
             maybe["saves"] = dict(vars(state.saves.made))
         if standing is not None:
