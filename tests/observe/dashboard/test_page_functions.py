@@ -90,3 +90,11 @@ def test_the_mean_rate_is_that_of_the_terminal(tmp_path: Path) -> None:
     made = f"Object.assign(new page.Store(), {{roles: new Map({page})}}).meanRate"
     found = called(tmp_path, "store", f"[{made}, new page.Store().meanRate]")
     assert found == pytest.approx([totals_of(JobSnapshot(1.0, workers)).mean_rate, 0])
+
+
+def test_single_large_values_do_not_set_the_scale(tmp_path: Path) -> None:
+    usual = [float(3 + number % 5) for number in range(50)]
+    first_pulls = [[7500.0, *usual], [None, 9000.0, *usual[:20]]]
+    cases: list[list[list[float | None]]] = [first_pulls, [usual], [[7500.0]], [[0.0, 0.0, 5.0]], [[1.0, 2.0, 5.0]], []]
+    found = called(tmp_path, "scale", f"{json.dumps(cases)}.map((lines) => page.usualTop(lines) ?? null)")
+    assert found == [7.0, 7.0, 7500.0, 5.0, 5.0, None]

@@ -251,6 +251,45 @@ def test_on_paper_charts_fill_their_cards_and_tables_are_whole(browser: Browser,
         assert max(shares) <= 1.001
 
 
+EMPTY = """() => [...document.querySelectorAll('.chart')].filter((card) => {
+    const canvas = card.querySelector('canvas');
+    if (!canvas?.width) return true;
+    const blank = Object.assign(document.createElement('canvas'), { width: canvas.width, height: canvas.height });
+    return canvas.toDataURL() === blank.toDataURL();
+}).length"""
+
+
+def test_charts_out_of_sight_are_drawn_also_after_a_change_of_width_or_colours(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = write(tmp_path / "run", MadeJob())
+    with served(run) as url, opened(browser, url, viewport={"width": 1300, "height": 400}) as page:
+        page.wait_for_function(f"document.querySelectorAll('.chart').length > 5 && ({EMPTY})() === 0")
+        page.set_viewport_size({"width": 800, "height": 400})
+        page.wait_for_function(f"({EMPTY})() === 0")
+        page.click("#theme")
+        page.wait_for_function(f"({EMPTY})() === 0")
+
+
+def test_before_its_server_answers_the_page_says_that_it_connects(browser: Browser, tmp_path: Path) -> None:
+    run = write(tmp_path / "run", MadeJob())
+    with served(run) as url:
+        context = browser.new_context()
+        page = context.new_page()
+        held: list[Any] = []
+        page.route("**/events?*", held.append)
+        page.goto(url)
+        page.wait_for_selector("#waiting")
+        assert not page.is_visible("#settings")
+        assert page.inner_text("#waiting")
+        page.unroute("**/events?*")
+        for route in held:
+            route.continue_()
+        page.wait_for_selector("#settings")
+        assert not page.is_visible("#waiting")
+        context.close()
+
+
 def test_names_and_lines_from_the_job_are_shown_as_text(browser: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = MadeJob(num_servers=1, num_workers=1, seconds=30)

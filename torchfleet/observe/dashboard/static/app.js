@@ -24,7 +24,7 @@ const roles = new RoleTables(() => draw());
 const events = new EventLists();
 const logs = new LogView();
 const stream = new Stream({
-  snapshot: (body) => { store.snapshot(body); draw(); },
+  snapshot: (body) => { document.body.dataset.connected = ""; store.snapshot(body); draw(); },
   delta: (body) => { store.delta(body); draw(); },
   state: showLink,
 });
@@ -79,6 +79,7 @@ function showLink(state) {
   };
   const text = texts[isOver ? "closed" : state] ?? "";
   byId("notice").hidden = !text;
+  byId("waiting").hidden = Boolean(text); // the notice says more
   setText(byId("notice"), text);
 }
 

@@ -2,9 +2,11 @@
 
 import { element, setAttribute, setText } from "./dom.js";
 import { clock, duration } from "./format.js";
+import { usualTop } from "./scale.js";
 import { colour } from "./theme.js";
 
 const HEIGHT = 190;
+const PAUSE = 5000; // milliseconds between two drawings of a chart that is out of sight
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
 const MARKS = { save: "good", restart: "warn", fault: "bad" };
 
@@ -48,6 +50,8 @@ export class Chart {
     this._drawn = null; // what the plot has now
     this._wanted = null; // what it will have when it can be seen
     this._isSeen = false;
+    this._timer = 0; // of the next drawing out of sight
+    this._drawnAt = -Infinity;
     this._build();
     board.charts.add(this);
   }
@@ -72,7 +76,13 @@ export class Chart {
     setText(this._now, shown.now ?? "");
     setAttribute(this._plotArea, "aria-label", `${this._about.title}, ${this._about.unit}: now ${shown.now || "unknown"}`);
     if (this._isSeen) this._draw();
-    else if (!this._drawn) whenIdle(() => this.drawNow()); // once, for pictures of the whole page
+    else this._drawLater(Math.max(0, this._drawnAt + PAUSE - performance.now()));
+  }
+
+  /** Draw in `wait` milliseconds though the chart is out of sight: pictures of the whole page have it. */
+  _drawLater(wait = 0) {
+    clearTimeout(this._timer);
+    this._timer = setTimeout(() => whenIdle(() => this.drawNow()), wait);
   }
 
   /** Draw what waits until it is seen. */
@@ -82,7 +92,10 @@ export class Chart {
 
   rescale() {
     if (this._plot && this._isSeen && !this._wanted) this._fit();
-    else if (this._drawn) this._wanted ??= this._drawn;
+    else if (this._drawn) {
+      this._wanted ??= this._drawn;
+      this._drawLater();
+    }
   }
 
   /** Draw anew with other colours. */
@@ -90,12 +103,16 @@ export class Chart {
     this._plot?.destroy();
     this._plot = null;
     this._wanted ??= this._drawn;
-    if (this._isSeen && this._wanted) this._draw();
+    if (!this._wanted) return;
+    if (this._isSeen) this._draw();
+    else this._drawLater();
   }
 
   _draw() {
     const shown = this._wanted;
     this._wanted = null;
+    clearTimeout(this._timer);
+    this._drawnAt = performance.now();
     this._drawn = shown;
     const names = shown.lines.map((line) => `${line.name}|${line.series}|${line.width}|${line.band ?? ""}`).join("\n") + shown.lines.map((line) => (line.isFaint ? "f" : line.isDashed ? "d" : "")).join();
     const data = [shown.times, ...shown.lines.map((line) => line.values)];
@@ -129,7 +146,7 @@ export class Chart {
       height: HEIGHT,
       padding: [8, 18, 0, 0],
       legend: { show: false },
-      scales: { x: { time: false }, y: { range: (u, min, max) => this._range(min, max) } },
+      scales: { x: { time: false }, y: { range: (u, min, max) => this._range(u, min, max) } },
       axes: [
         { stroke: text, grid, ticks: grid, font, incrs: STEPS, space: 60, size: 28, values: (u, splits) => splits.map(duration) },
         { stroke: text, grid, ticks: { show: false }, font, size: (u, values) => axisWidth(values), values: (u, splits) => splits.map((value) => short(format(value))), space: 34 },
@@ -154,8 +171,12 @@ export class Chart {
     return { label: line.name, stroke, width: line.width ?? 1.5, spanGaps: true, ...look, points: { show: (u) => u.data[0].length < 3 } };
   }
 
-  _range(min, max) {
+  _range(plot, min, max) {
     if (min === null || min === undefined) return [0, 1];
+    if (this._about.isClipped) {
+      const [begin, end] = plot.series[0].idxs ?? [0, plot.data[0].length - 1];
+      max = usualTop(plot.data.slice(1).map((values) => values.slice(begin, end + 1)));
+    }
     if (this._about.from0) return [0, max > 0 ? max * 1.08 : 1];
     const room = (max - min || Math.abs(max) || 1) * 0.08;
     return [min >= 0 && min - room < 0 ? 0 : min - room, max + room];
@@ -218,7 +239,7 @@ export class Chart {
   }
 }
 
-const whenIdle = globalThis.requestIdleCallback ?? ((work) => setTimeout(work, 200));
+const whenIdle = (work) => (globalThis.requestIdleCallback ? requestIdleCallback(work, { timeout: 500 }) : setTimeout(work, 200));
 
 /** "20.0 k" → "20 k": ticks are round numbers. */
 function short(text) {

@@ -13,9 +13,9 @@ const MOST_METRICS = 24;
 // Charts of processes: the field of their status, and how it is shown.
 const OF_WORKERS = [
   { field: "samples_per_s", title: "Throughput of each worker", unit: "samples/s", format: number, from0: true },
-  { field: "waiting", title: "Waiting for servers", unit: "share of the time", format: share, from0: true },
-  { field: "pull_wait_ms", title: "Wait for a pull", unit: "per step", format: milliseconds, from0: true },
-  { field: "push_wait_ms", title: "Wait for a push", unit: "per step", format: milliseconds, from0: true },
+  { field: "waiting", title: "Waiting for servers", unit: "share of the time", format: share, from0: true, isClipped: true },
+  { field: "pull_wait_ms", title: "Wait for a pull", unit: "per step", format: milliseconds, from0: true, isClipped: true },
+  { field: "push_wait_ms", title: "Wait for a push", unit: "per step", format: milliseconds, from0: true, isClipped: true },
   { field: "queue", title: "Steps in the queue", unit: "of each worker", format: number, from0: true },
   { field: "memory", title: "Memory of workers", unit: "resident", format: bytes, from0: true },
 ];
