@@ -34,6 +34,8 @@ FOLDERS = ("torchfleet", "tests", "docs", "examples", "benchmarks")  # of the re
 # Files of Paddle's examples, and of a user's own job.
 FOREIGN = {"dataset_generator.py", "local_train_example.py", "eval.py"}
 
+ENDINGS = ("py", "pyi", "md", "js", "json", "toml", "yaml", "yml", "sh", "txt", "css", "html")
+
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -127,6 +129,34 @@ def test_the_way_of_a_step_names_what_the_code_has() -> None:
     for names, file in steps:
         source = (ROOT / "torchfleet" / file).read_text()
         assert [name for name in re.findall(r"\w+", names) if not re.search(rf"\b{name}\b", source)] == [], file
+
+
+def code_of(path: Path) -> str:
+    """Without lines that import."""
+    return "\n".join(line for line in path.read_text().splitlines() if "import" not in line)
+
+
+def unknown_names(text: str) -> list[str]:
+    """Names between backticks, as `state.work`, of which no code has the last two parts as `work.slices`, no class or
+    module of the first of them the second.
+    """
+    files = {path: code_of(path) for path in (ROOT / "torchfleet").rglob("*.py")}
+    unknown = []
+    for owner, name in re.findall(r"`(?:\w+\.)*(\w+)\.(\w+)(?:\(\))?`", text):
+        if name in ENDINGS or any(re.search(rf"\b{owner}\.{name}\b", code) for code in files.values()):
+            continue
+        holders = [code for path, code in files.items() if path.stem == owner or f"class {owner}" in code]
+        if not any(re.search(rf"\b{name}\b", code) for code in holders):
+            unknown.append(f"{owner}.{name}")
+    return unknown
+
+
+def test_fields_that_the_architecture_names_exist() -> None:
+    assert unknown_names((DOCS / "architecture.md").read_text()) == []
+    assert unknown_names("`state.long_work`, `state.work.slices`, `Client.pull_tables`, `Client.no_such_call()`") == [
+        "state.long_work",
+        "Client.no_such_call",
+    ]
 
 
 def test_the_index_lists_every_page_of_the_documents() -> None:

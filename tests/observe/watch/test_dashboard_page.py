@@ -264,11 +264,12 @@ def test_charts_out_of_sight_are_drawn_also_after_a_change_of_width_or_colours(
 ) -> None:
     run = write(tmp_path / "run", MadeJob())
     with served(run) as url, opened(browser, url, viewport={"width": 1300, "height": 400}) as page:
-        page.wait_for_function(f"document.querySelectorAll('.chart').length > 5 && ({EMPTY})() === 0")
+        wait_until(lambda: page.locator(".chart").count() > 5, SOON, "charts")
+        wait_until(lambda: page.evaluate(EMPTY) == 0, SOON, "all charts are drawn")
         page.set_viewport_size({"width": 800, "height": 400})
-        page.wait_for_function(f"({EMPTY})() === 0")
+        wait_until(lambda: page.evaluate(EMPTY) == 0, SOON, "all charts are drawn at another width")
         page.click("#theme")
-        page.wait_for_function(f"({EMPTY})() === 0")
+        wait_until(lambda: page.evaluate(EMPTY) == 0, SOON, "all charts are drawn in other colours")
 
 
 def test_before_its_server_answers_the_page_says_that_it_connects(browser: Browser, tmp_path: Path) -> None:
@@ -277,12 +278,15 @@ def test_before_its_server_answers_the_page_says_that_it_connects(browser: Brows
         context = browser.new_context()
         page = context.new_page()
         held: list[Any] = []
-        page.route("**/events?*", held.append)
+
+        def hold(route: Any) -> None:
+            held.append(route)
+
+        page.route("**/events?*", hold)
         page.goto(url)
         page.wait_for_selector("#waiting")
         assert not page.is_visible("#settings")
         assert page.inner_text("#waiting")
-        page.unroute("**/events?*")
         for route in held:
             route.continue_()
         page.wait_for_selector("#settings")
