@@ -22,7 +22,7 @@ Source: Micikevicius et al. 2018, Mixed Precision Training. Composes with every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -66,6 +66,9 @@ class Amp(Strategy):
         self.has_own_backward = self.scaling is not None
         self._backward = ScaledBackward(self.row_scale, self.end_backward)
         self._is_sharded = False  # gradients may overflow on one rank and not on another
+        # The model's parameters; under sharding also the whole ones that take their places from forward to backward.
+        # Gradients lie in both: sharding keeps those of passes without an exchange in whole parameters.
+        self._parameters: dict[torch.nn.Parameter, None] = {}
         self._runner: Runner | None = None
         self._is_scaled = False  # whether the gradients are scaled at present
         self._num_backwards = 0  # since the last step
@@ -86,7 +89,7 @@ class Amp(Strategy):
         return model
 
     def joined(self, job: JobView) -> None:
-        self._model, self._fixed = job.model, None if job.is_sharded else list(job.model.parameters())
+        self._model, self._parameters = job.model, dict.fromkeys(job.model.parameters())
         self._is_sharded = job.is_sharded or (self.is_pure and self._masters.num_shares > 1)
         self._backward.begin = job.begin_backward
         self._runner = job.runner
@@ -132,6 +135,8 @@ class Amp(Strategy):
     def begin_backward(self) -> None:
         """Scale the gradients accumulated in earlier passes like those of the coming pass."""
         if self.scaling is not None and not self._is_scaled:
+            if self._is_sharded:
+                self._parameters.update(dict.fromkeys(self._model.parameters()))
             if self.is_pure:
                 self._check_scaled()
             elif gradients := self._gradients():
@@ -144,13 +149,13 @@ class Amp(Strategy):
         if self.scaling is not None and not self.is_pure:
             self.scaling.unscale(self._gradients(), self.scaling.value)
         elif self.scaling is not None:
-            filled = [p for p in self._parameters() if p.grad is not None]
+            filled = [p for p in self._parameters if p.grad is not None]
             self._left = {p: (id(p.grad), p.grad._version) for p in filled if p.grad is not None}
         self._is_scaled = False
 
     def _check_scaled(self) -> None:
         """Pure float16: check that .grad was written only by scaled backward passes."""
-        for parameter in self._parameters():
+        for parameter in self._parameters:
             gradient = parameter.grad
             if gradient is None or self._left.get(parameter) == (id(gradient), gradient._version):
                 continue
@@ -162,11 +167,7 @@ class Amp(Strategy):
                 )
 
     def _gradients(self) -> list[torch.Tensor]:
-        return shards(parameter.grad for parameter in self._parameters() if parameter.grad is not None)
-
-    def _parameters(self) -> Iterable[torch.nn.Parameter]:
-        """The model's parameters; listed once, unless sharding temporarily replaces them."""
-        return self._model.parameters() if self._fixed is None else self._fixed
+        return shards(parameter.grad for parameter in self._parameters if parameter.grad is not None)
 
     # The optimizer
 
@@ -222,6 +223,10 @@ class Amp(Strategy):
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         if self.scaling is not None and "scaling" in state:
             self.scaling.load_state(state["scaling"])
+
+    def after_load(self) -> None:
+        self._num_backwards = 0
+        self._left = {}
 
 
 def _is_norm(module: torch.nn.Module) -> bool:

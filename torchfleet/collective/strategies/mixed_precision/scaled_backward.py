@@ -113,6 +113,10 @@ class ScaledBackward:
         self.begin()
         self._expect_exchange(begun)
         torch.autograd.backward(outputs, gradients, retain_graph=keep)
+        if begun.exchanging and self.parallel is not None:
+            # torch does it in the next forward pass. Another backward pass may come before that; and `_end` notes the
+            # gradients, which are replaced.
+            self.parallel.reducer._rebuild_buckets()
         self._end()
         if begun.exchanging and self.parallel is not None:
             self._versions = [p.grad if p.grad is None else p.grad._version for p in self._averaged]
