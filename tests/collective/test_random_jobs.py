@@ -1,5 +1,5 @@
-"""What meets in one tensor: precision, shared weights, the life of a gradient, a strategy. Jobs that were found wrong once,
-and jobs drawn from seeds; `python -m support.random_jobs` draws many more."""
+"""Precision, shared weights, the life of a gradient and a strategy, which meet in a tensor: jobs that were wrong once,
+and jobs drawn from seeds. `python -m support.random_jobs` draws many more."""
 
 from __future__ import annotations
 
@@ -34,3 +34,10 @@ def test_draws_have_every_feature() -> None:
     assert {job.precision for job in jobs} == set(PRECISIONS)
     assert {job.strategy for job in jobs} == set(STRATEGIES)
     assert len(set(jobs)) > 150
+
+
+def test_tied_weights_train_as_under_amp_alone(ranks: Ranks) -> None:
+    strategies = ("stage 1", "stage 2", "stage 3", "units")
+    assert not check(
+        ranks, [Job(*job) for job in product(("float16", "bfloat16"), ("tied",), ("one pass",), strategies)]
+    )

@@ -1,7 +1,7 @@
 """Jobs of two ranks whose features are drawn from a seed, each beside the same steps in plain torch.
 
-A job crosses four things that meet in a tensor: its precision, who shares it, the life of its gradient, and the strategy
-that exchanges, cuts or moves it. The oracle has one process, whole batches, torch.autocast and a constant scale.
+A job crosses four things that meet in a tensor: its precision, who shares it, the life of its gradient, and the
+strategy that exchanges, cuts or moves it. The oracle has one process, whole batches, torch.autocast, a constant scale.
 
     PYTHONPATH=.:tests python -m support.random_jobs --draws 500 --seed 7
     PYTHONPATH=.:tests python -m support.random_jobs --only 1234

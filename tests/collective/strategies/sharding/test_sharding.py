@@ -29,8 +29,9 @@ from torch.distributed import distributed_c10d
 from torchfleet.base.errors import ModelError, StrategyError
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.collective.strategies.mixed_precision.weight_types import WeightTypes
 from torchfleet.collective.strategies.sharding.sharding import Sharding
-from torchfleet.collective.strategies.sharding.units import Units
+from torchfleet.collective.strategies.sharding.units import Kind, Units
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import Axis, World
@@ -462,6 +463,28 @@ def test_every_unit_is_of_one_type() -> None:
     mixed.bias.data = mixed.bias.data.half()
     with pytest.raises(ModelError, match=naming("Linear", "torch.float16", "torch.float32", "stage 2")):
         names_of(mixed, 0)
+
+
+class Cosine(torch.nn.Linear):
+    """Computes from its weight before autocast casts it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / self.weight.norm(dim=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_weights_are_gathered_in_half_precision_where_every_layer_casts_them() -> None:
+    half, kept = torch.bfloat16, torch.float32
+    types = WeightTypes(DistributedStrategy(amp=True, amp_configs={"dtype": "bfloat16"}))
+    assert types(torch.nn.Linear(4, 4), kept) == types(torch.nn.Conv2d(2, 2, 3), kept) == half
+    assert types(torch.nn.MultiheadAttention(4, 2), kept) == half
+    own = [Cosine(4, 4), torch.nn.utils.weight_norm(torch.nn.Linear(4, 4)), torch.nn.Embedding(4, 4)]
+    assert [types(layer, kept) for layer in own] == [kept] * 3
+    model = Tied()
+    units = list(Units(model, 1 << 20, gathered=types).find_with_kinds())
+    kind_of = {module: kind for unit, kind in reversed(units) for member in unit for module in member.modules()}
+    assert kind_of[model.embedding] == Kind(kept, kept)
+    assert kind_of[model.layers[0]] == Kind(kept, half)
 
 
 def test_parameters_are_dealt_out_evenly_and_alike_on_all_ranks() -> None:

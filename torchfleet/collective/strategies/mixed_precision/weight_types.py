@@ -19,10 +19,18 @@ _CAST: tuple[tuple[type[torch.nn.Module], tuple[str, ...]], ...] = (
                                      "conv_transpose3d")),
     (torch.nn.MultiheadAttention, ("linear", "multi_head_attention_forward")),
 )  # fmt: skip
+# Packages whose layers pass weights on as they are, and the names that these layers give them.
+_KNOWN = ("torch", "torchao", "torchfleet")
+_NAMES = {"weight", "bias", "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight",
+          "bias_k", "bias_v"}  # fmt: skip
 
 
 class WeightTypes:
-    """Returns the dtype of a module's own parameters in forward, given the dtype in which they are kept."""
+    """Returns the dtype of a module's own parameters in forward, given the dtype in which they are kept.
+
+    It is half precision for layers whose forward, which is torch's, casts these parameters before anything else. Layers
+    that compute something of their own from them (subclasses with a forward, weight_norm) see what is kept.
+    """
 
     def __init__(self, settings: DistributedStrategy) -> None:
         self._dtype = precision(settings.amp_configs)[0] if settings.amp else None
@@ -32,10 +40,17 @@ class WeightTypes:
         if self._dtype is None or kept != torch.float32:
             return kept
         for layer, functions in _CAST:
-            if isinstance(module, layer) and self._black.isdisjoint(functions):
+            if isinstance(module, layer) and self._black.isdisjoint(functions) and _has_known_forward(module):
                 return self._dtype
         is_half = _is_conv1d(module) and self._black.isdisjoint(("addmm", "mm", "matmul"))
         return self._dtype if is_half else kept
+
+
+def _has_known_forward(module: torch.nn.Module) -> bool:
+    """Whether the module's forward passes its parameters on as they are."""
+    owner = type(module).forward.__module__.partition(".")[0]
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return owner in _KNOWN and own <= _NAMES
 
 
 def _is_conv1d(module: torch.nn.Module) -> bool:

@@ -122,7 +122,8 @@ class Units:
             return None
         dtype = kept.pop()
         types = {self._gathered(user, dtype) for parameter in free for user in self._users[parameter]}
-        return Kind(dtype, next(iter(types - {dtype}), dtype))  # a tied parameter takes the narrower one
+        # Half only if every user casts it: an embedding that is tied to a head would return half otherwise.
+        return Kind(dtype, types.pop() if len(types) == 1 else dtype)
 
     def _take(self, unit: list[torch.nn.Module]) -> list[torch.nn.Module]:
         self._taken.update(parameter for module in unit for parameter in module.parameters())
