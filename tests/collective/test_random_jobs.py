@@ -41,3 +41,8 @@ def test_tied_weights_train_as_under_amp_alone(ranks: Ranks) -> None:
     assert not check(
         ranks, [Job(*job) for job in product(("float16", "bfloat16"), ("tied",), ("one pass",), strategies)]
     )
+
+
+def test_a_load_drops_what_was_gathered_for_a_step(ranks: Ranks) -> None:
+    crossed = product(("float32", "float16"), ("data", "stage 2", "units", "averages"))
+    assert not check(ranks, [Job(precision, "none", "loaded amid", strategy) for precision, strategy in crossed])

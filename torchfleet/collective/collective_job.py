@@ -269,12 +269,12 @@ class CollectiveJob(ModelAndOptimizer):
             number = saved_number(dirname, self.world)
             if number is None:
                 extra = self.device_rows.load(dirname, with_network=True)
+                optimizer.begin_anew()
                 self.load_features(dirname)
                 return extra
             self.device_rows.load(Storage(dirname).place(tables_of(number)), with_network=False)
         extra = load(dirname, model.module, optimizer.inner, self.strategies, self.world, self.names)
-        for strategy in self.strategies:
-            strategy.after_load()
+        optimizer.begin_anew()
         self.load_features(dirname)
         return extra
 

@@ -149,6 +149,15 @@ class CollectiveOptimizer(AdoptedOptimizer):
         if gradients:
             torch._foreach_zero_([local(gradient) for gradient in gradients])
 
+    def begin_anew(self) -> None:
+        """Called after other values have been loaded: drop what has been accumulated for a step of the old ones."""
+        is_gathering = self.is_gathering or not self._is_due()
+        for strategy in self._strategies:
+            strategy.after_load()
+        self.is_gathering = False
+        if is_gathering:
+            self.zero_grad()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ModelError(
             "add_param_group: the strategies are in place. Give the optimizer these parameters before "

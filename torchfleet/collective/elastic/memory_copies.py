@@ -122,8 +122,7 @@ def load_copy(file: MemoryFile, state: RankState) -> None:
         partial(_reading, file.tensors()),
     )
     load_from(source, homes, model, state.optimizer.inner, state.strategies, state.world, state.names)
-    for strategy in state.strategies:
-        strategy.after_load()
+    state.optimizer.begin_anew()
     if set(description.kept) != set(state.kept):
         raise FleetError(
             f"fleet.elastic.steps(keep=...): the copy has {sorted(description.kept)}, the script now gives "

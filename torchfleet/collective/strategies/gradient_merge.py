@@ -10,8 +10,6 @@ pipeline micro-batches are merged already, and k counts whole batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
@@ -55,9 +53,6 @@ class GradientMerge(Strategy):
     def after_step(self) -> None:
         self._num = 0
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Nothing: gradients accumulated so far are not saved; save after a step."""
-        return {}
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+    def after_load(self) -> None:
+        """Begin anew: gradients accumulated so far are not saved, and those of before the load are dropped."""
         self._num = 0

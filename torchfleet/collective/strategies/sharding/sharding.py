@@ -138,6 +138,16 @@ class Sharding(Strategy):
         """Free parameters that an evaluation between backward and step has gathered: they are from before the step."""
         self._reshard()
 
+    def after_load(self) -> None:
+        """Drop gradients of passes without an exchange, which FSDP2 keeps whole in places of its own."""
+        for module in self._units:
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one in older releases
+            for parameter in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
     def _reshard(self) -> None:
         for module in self._units:
             module.reshard()
