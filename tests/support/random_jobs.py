@@ -51,6 +51,9 @@ LIVES = (
     "clipped",
     "loaded",
     "loaded amid",
+    "twice",  # backward through one graph
+    "two calls",  # then two backward passes
+    "one loss",  # of two calls
 )
 STRATEGIES: dict[str, dict[str, Any]] = {
     "data": {},
@@ -90,8 +93,15 @@ class Job(NamedTuple):
 
     @property
     def num_passes(self) -> int:
-        """Backward passes of a step."""
+        """How often a step calls `backward_of`."""
         return 2 if self.life == "by hand" else self.num_merged
+
+    @property
+    def numbers(self) -> list[int]:
+        """The batches whose gradients a step has the sum of."""
+        if self.life == "twice":
+            return [0, 0]
+        return [0, 1] if self.life in ("two calls", "one loss") else list(range(self.num_passes))
 
     @property
     def tolerance(self) -> float:
@@ -107,7 +117,8 @@ def drawn(seed: int) -> Job:
     while True:
         job = Job(*(chosen.choice(list(values)) for values in (PRECISIONS, SHARING, LIVES, STRATEGIES)))
         # Ranks that train alone clip by norms of their own, which is another formula.
-        if not (job.strategy == "averages" and job.life == "clipped"):
+        # With find_unused_parameters a second backward pass is refused.
+        if (job.strategy, job.life) not in [("averages", "clipped"), ("unused", "twice"), ("unused", "two calls")]:
             return job
 
 
@@ -149,6 +160,18 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.roll(1, 1).flatten())
 
 
+def backward_of(job: Job, model: nn.Module, step: int, number: int, rank: int) -> None:
+    loss = loss_of(model, batch(step, number, rank))
+    if job.life == "twice":
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    elif job.life == "one loss":
+        loss = loss + loss_of(model, batch(step, 1, rank))
+    elif job.life == "two calls":
+        other = loss_of(model, batch(step, 1, rank))
+        other.backward()  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
 def watched(model: nn.Module) -> dict[str, str]:
     """The types of what layers return, by their names; filled when the model is called."""
     found: dict[str, str] = {}
@@ -177,7 +200,7 @@ def oracle(job: Job) -> dict[str, Any]:
         for name, parameter in model.named_parameters():
             parameter.data.copy_(kept[name].detach())
             kept[name].grad = torch.zeros_like(kept[name])
-        for number, rank in ((number, rank) for number in range(job.num_passes) for rank in range(SIZE)):
+        for number, rank in ((number, rank) for number in job.numbers for rank in range(SIZE)):
             with torch.autocast("cpu", dtype, enabled=job.precision != "float32"):
                 outputs = model(ids := batch(step, number, rank))
             loss = nn.functional.cross_entropy(outputs.float().flatten(0, 1), ids.roll(1, 1).flatten())
@@ -206,7 +229,7 @@ def trained(job: Job, folder: str) -> dict[str, Any]:
         """The passes of a step and what follows them: stops before each."""
         for number in range(job.num_passes):
             yield
-            loss_of(model, batch(step, number, rank)).backward()
+            backward_of(job, model, step, number, rank)
             if job.life == "by hand" and number + 1 < job.num_passes:
                 continue
             if job.life == "clipped":

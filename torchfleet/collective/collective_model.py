@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchfleet.base.errors import ModelError
-from torchfleet.collective.data_parallel import WrappedModel
+from torchfleet.collective.data_parallel import BackwardPasses, WrappedModel
 from torchfleet.collective.strategy import CallArguments, Forward, LossFn, Runner, Strategy
 from torchfleet.collective.tensors.outputs import tensors
 
@@ -40,6 +40,10 @@ class CollectiveModel(torch.nn.Module):
         self.__dict__["_called"] = parallel or wrapped
         self.__dict__["wrapped"] = wrapped  # the model under the strategies, for one rank alone
         self.strategies, self._runner = tuple(strategies), runner
+        # A strategy with backward passes of its own prepares the exchange of each, and so does one through servers.
+        own_backward = any(strategy.has_own_backward for strategy in strategies)
+        is_watched = isinstance(parallel, DistributedDataParallel) and not own_backward
+        self._passes = BackwardPasses(parallel) if parallel is not None and is_watched else None
         trained: Forward = self._called
         for strategy in strategies:
             trained = strategy.wrap_call(trained)
@@ -70,6 +74,8 @@ class CollectiveModel(torch.nn.Module):
         self._begin()
         self._count(args, kwargs)
         outputs = self._trained(*args, **kwargs)
+        if self._passes is not None:
+            self._passes.watch(outputs)
         if self.on_loss is not None:
             for tensor in tensors(outputs):
                 if tensor.dim() == 0 and tensor.requires_grad:
@@ -161,7 +167,7 @@ class CollectiveModel(torch.nn.Module):
 
     def forget(self) -> None:
         """Drop the exchange of gradients, before the model gets a new one."""
-        self.__dict__.update(_parallel=None, _called=None, _trained=None)
+        self.__dict__.update(_parallel=None, _called=None, _trained=None, _passes=None)
         gc.collect()  # frees DistributedDataParallel, which is in a reference cycle, and its hooks on the parameters
 
     def become(self, made: CollectiveModel) -> None:

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from torchfleet.base.errors import StrategyError
+from torchfleet.base.errors import ModelError, StrategyError
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.buckets import buckets
 from torchfleet.collective.strategy import Forward
 from torchfleet.collective.tensors.local_tensors import is_local, local
+from torchfleet.collective.tensors.outputs import tensors
 from torchfleet.collective.world import World
 
 _ALONE_MB = 1e-6  # a bucket of about a byte: every gradient is sent by itself
@@ -79,6 +82,52 @@ def data_parallel(
         gradient_as_bucket_view=True,
         **options,
     )
+
+
+class BackwardPasses:
+    """Prepares the exchange of backward passes that no forward pass has prepared.
+
+    DistributedDataParallel prepares it in forward, for one backward pass. Gradients of a second pass over the same
+    graph, or of the graphs of several calls, would not be exchanged, and ranks would drift apart.
+    """
+
+    def __init__(self, parallel: DistributedDataParallel) -> None:
+        self._parallel = parallel
+        self._is_prepared = False
+        self._pass = -1  # the last backward pass, by the number that torch gives it
+
+    def watch(self, outputs: Any) -> None:
+        """Called after every forward pass with gradients."""
+        exchanging = self._parallel.require_backward_grad_sync
+        self._is_prepared = self._is_prepared or exchanging
+        found = next((tensor for tensor in tensors(outputs) if tensor.requires_grad), None)
+        if found is not None:
+            found.register_hook(partial(self._begin, exchanging))  # type: ignore[no-untyped-call]
+
+    def _begin(self, exchanging: bool, gradient: torch.Tensor) -> None:
+        number = torch._C._current_graph_task_id()
+        # torch.autograd.grad and backward(inputs=...) reach no parameter. Several calls may have one backward pass.
+        if number == self._pass or not Variable._execution_engine.is_checkpoint_valid():
+            return
+        self._pass = number
+        if exchanging and not self._is_prepared:
+            self._prepare()
+        self._is_prepared = False
+
+    def _prepare(self) -> None:
+        reducer = self._parallel.reducer
+        try:
+            reducer._check_reducer_finalized()
+        except RuntimeError:  # the last pass has not reached all parameters, and this one goes on with it
+            return
+        if self._parallel.find_unused_parameters:
+            raise ModelError(
+                "find_unused_parameters=True expects one backward pass after each call of the model, found another: "
+                "which parameters it reaches is looked up in the call. Add the losses up and call backward() once, or "
+                "leave find_unused_parameters out."
+            )
+        reducer._rebuild_buckets()
+        reducer.prepare_for_backward([])
 
 
 def _bucket_sizes(wrapped: WrappedModel, settings: DistributedStrategy, beside_rows: bool) -> dict[str, Any]:
