@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import each_of
@@ -15,6 +17,7 @@ from support.messages import naming
 from support.ranks import Ranks
 from torch.nn import functional as F
 
+import torchfleet as fleet
 from torchfleet.base.errors import FleetError, StrategyError
 from torchfleet.collective.strategies.adaptive_localsgd import AdaptiveLocalSGD, next_interval
 from torchfleet.collective.strategies.localsgd import LocalSGD
@@ -315,3 +318,63 @@ def test_a_rank_that_overflows_alone_clips_without_the_others(ranks: Ranks) -> N
     assert found[1]["moved"][1] == 0.0
     for each in found:
         torch.testing.assert_close(each["weight"], clip_in_turn(factors, 2.0**20), rtol=0, atol=1e-5)
+
+
+def train_from(folder: str, first: int, last: int, is_saved: bool) -> dict[str, Any]:
+    """Steps `first` to `last` of an adaptive job, which is saved or loaded before them; every rank has its own loss."""
+    configs = {"init_k_steps": 6}
+    fleet.init(
+        is_collective=True,
+        strategy=fleet.DistributedStrategy(adaptive_localsgd=True, adaptive_localsgd_configs=configs),
+    )
+    torch.manual_seed(0)
+    model, rank = fleet.distributed_model(torch.nn.Linear(4, 1)), fleet.worker_index()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    if is_saved:
+        fleet.load(folder)
+    for step in range(first, last):
+        if step == 3 and not is_saved:
+            fleet.save(folder)
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = (model(x) - x.sum(1, keepdim=True) - rank).square().mean()
+        loss.backward()
+        fleet.report(loss=loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    made = values(model)
+    fleet.stop_worker()
+    return made
+
+
+def straight_and_resumed(folder: str) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    parts = {"straight": train_from(folder, 0, 20, is_saved=False), "resumed": train_from(folder, 3, 20, is_saved=True)}
+    return {f"{part} {name}": value for part, found in parts.items() for name, value in found.items()}
+
+
+def test_an_adaptive_job_saved_before_its_first_averaging_goes_on_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(straight_and_resumed, 2, folder=str(tmp_path / "saved")):
+        for name in ("weight", "bias"):
+            assert torch.equal(found[f"resumed {name}"], found[f"straight {name}"])
+
+
+def statistics_of_a_save(folder: str) -> dict[str, Any]:
+    """The running mean before a save and in it, while gradients are still averaged in every step."""
+    strategy = fleet.DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4, "begin_step": 100})
+    fleet.init(is_collective=True, strategy=strategy)
+    model = fleet.distributed_model(torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.full((4, 3), 1.0 + fleet.worker_index())).sum().backward()
+    optimizer.step()
+    before = model.module[0].running_mean.clone()
+    fleet.save(folder)
+    model.module[0].running_mean.zero_()
+    fleet.load(folder)
+    return {"before": before, "after": model.module[0].running_mean.clone()}
+
+
+def test_a_save_averages_running_statistics_before_ranks_train_alone(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(statistics_of_a_save, 2, folder=str(tmp_path / "saved"))
+    assert not torch.equal(first["before"], second["before"])
+    for found in (first, second):
+        torch.testing.assert_close(found["after"], (first["before"] + second["before"]) / 2)

@@ -89,6 +89,19 @@ class AdaptiveLocalSGD(LocalSGD):
         self.interval = int(state.get("interval", self.interval))
         self._first_loss = float(state.get("first_loss", self._first_loss))
         self._first_lr = float(state.get("first_lr", self._first_lr))
+        self._own_first = None
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        """This rank's last loss and, before the first averaging, its share of the first one."""
+        losses = {"loss": self._loss, "own_first": self._own_first}
+        return {
+            name: torch.as_tensor(loss, dtype=torch.float64).reshape(())
+            for name, loss in losses.items()
+            if loss is not None
+        }
+
+    def load_rank_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._loss, self._own_first = state.get("loss", self._loss), state.get("own_first")
 
 
 def next_interval(first_interval: int, first_lr: float, first_loss: float, lr: float, loss: float) -> int:

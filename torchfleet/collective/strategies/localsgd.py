@@ -99,10 +99,12 @@ class LocalSGD(Strategy):
 
         Other buffers cannot be averaged: the first rank's are saved.
         """
-        if self._axis.group is not None and self._num_steps >= self._begin_step:
+        if self._axis.group is None:
+            return
+        average(self._statistics(), [self._axis], self._bucket_bytes)  # of each rank's own batches in every step
+        if self._num_steps >= self._begin_step:
             LocalSGD.average(self)  # without computing a new interval
             average(self._momenta(), [self._axis], self._bucket_bytes)
-            average(self._statistics(), [self._axis], self._bucket_bytes)
 
     def _statistics(self) -> Iterator[torch.Tensor]:
         for module in self._model.modules():
