@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import names
 from support.planned_models import STEPS, alone, loss_of, made, same
 from support.ranks import Ranks
 
@@ -106,3 +107,26 @@ def test_damaged_checkpoints_are_named(ranks: Ranks, tmp_path: Path) -> None:
     assert "(9, 16)" in found["other"]
     assert "../other" in found["outside"]
     assert "GPT2LMHeadModel" in found["plain"]
+
+
+def save_without_room(target: str) -> dict[str, Any]:
+    """The error of a save whose configuration rank 0 cannot write."""
+    from torchfleet.transformers import save_pretrained
+
+    fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(sync_timeout=60.0))
+    model: Any = fleet.distributed_model(made("gpt2"))
+
+    def full(folder: str) -> None:
+        raise OSError(28, "No space left on device", folder)
+
+    if fleet.is_first_worker():
+        model.module.config.save_pretrained = full
+    with pytest.raises(CheckpointError) as error:
+        save_pretrained(model, target)
+    fleet.stop_worker()
+    return {"error": str(error.value)}
+
+
+def test_an_error_of_the_first_rank_in_a_save_is_raised_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(save_without_room, 2, target=str(tmp_path / "tuned")):
+        assert names(found["error"], "rank 0", "No space left on device")

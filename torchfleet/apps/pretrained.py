@@ -27,6 +27,7 @@ from torchfleet.api.current_job import any_job
 from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.base.prepared_types import prepared
 from torchfleet.collective.checkpoint.pieces import HeldPiece, named, piece_of, tied
+from torchfleet.collective.checkpoint.planning import Report, error_text, exchange
 from torchfleet.collective.checkpoint.saving import save
 from torchfleet.collective.checkpoint.single_file import export
 from torchfleet.collective.checkpoint.tensor_files import box
@@ -65,20 +66,30 @@ def load_pretrained(model: torch.nn.Module, dirname: str) -> None:
 def save_pretrained(model: torch.nn.Module, dirname: str) -> None:
     """Write the model for `from_pretrained`: its configuration, and one safetensors file. All ranks call it together.
 
-    Each rank writes its own pieces; the first one then joins them, with two tensors at a time in memory.
+    Each rank writes its own pieces; the first one then joins them, with two tensors at a time in memory. An error on
+    one rank is raised on all.
     """
     own, job, folder = _distributed(model, "save_pretrained"), any_job(), Path(dirname)
     assert isinstance(job, CollectiveJob)
     for strategy in own.strategies:
         strategy.before_save()
     save(str(folder / _PARTS), own.module, None, (), job.world)
-    if fleet.is_first_worker():
-        export(str(folder / _PARTS), str(folder / _FILE))
-        shutil.rmtree(folder / _PARTS)
-        config: Any = own.module.config
-        config.architectures = [type(own.module).__name__.removeprefix("FSDP")]  # FSDP2 renames the classes of units
-        config.save_pretrained(str(folder))
-    fleet.barrier_worker()
+    report, failed = Report(), None
+    try:
+        if fleet.is_first_worker():
+            _join(own.module, folder)
+    except Exception as error:
+        report, failed = Report(error=error_text(error)), error
+    exchange(job.world, report, failed)
+
+
+def _join(module: torch.nn.Module, folder: Path) -> None:
+    """Join the ranks' pieces into one file, and write the configuration."""
+    export(str(folder / _PARTS), str(folder / _FILE))
+    shutil.rmtree(folder / _PARTS)
+    config: Any = module.config
+    config.architectures = [type(module).__name__.removeprefix("FSDP")]  # FSDP2 renames the classes of units
+    config.save_pretrained(str(folder))
 
 
 def _distributed(model: torch.nn.Module, user: str) -> CollectiveModel:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +433,33 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) -> 
         assert "rank 1" in found["load"]
         assert "/nowhere/save-000001/rank-0000" in found["load"]
         assert found["value"] == 1.0
+
+
+class Unloaded(Strategy):
+    """Its state cannot be used on rank 1."""
+
+    field = "unloaded"
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"number": torch.ones(())}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        if self.world.rank == 1:
+            raise ValueError(f"found {state['number'].item()}")
+
+
+def load_what_one_rank_refuses(folder: str) -> dict[str, Any]:
+    world = world_of()
+    strategy = Unloaded(DistributedStrategy(), world)
+    save(folder, Net(), None, [strategy], world)
+    with pytest.raises(CheckpointError) as error:
+        load(folder, Net(), None, [strategy], world)
+    return {"error": str(error.value)}
+
+
+def test_an_error_of_one_rank_at_the_end_of_a_load_is_raised_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(load_what_one_rank_refuses, 2, folder=str(tmp_path)):
+        assert names(found["error"], "rank 1", "ValueError", "1.0")
 
 
 def pieces_of_meshes() -> dict[str, Any]:

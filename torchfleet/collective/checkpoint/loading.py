@@ -99,7 +99,11 @@ def load_from(
         report, failed = Report(error=error_text(error)), error
     exchange(world, report, failed)
     exchange(world, loading.read())
-    loading.assign()
+    try:
+        loading.assign()
+    except Exception as error:
+        report, failed = Report(error=error_text(error)), error
+    exchange(world, report, failed)
     return loading.manifest.extra
 
 
