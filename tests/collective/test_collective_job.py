@@ -3,8 +3,10 @@ oracles, and the facade says what does not go together."""
 
 from __future__ import annotations
 
+import copy
 import math
 import types
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +17,14 @@ from support.collective_oracles import job_of
 from support.grids import first_of
 from support.messages import lines_naming, names, naming
 from support.ranks import Ranks
+from support.sharded_models import full
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import torchfleet as fleet
-from torchfleet.base.errors import FleetError, StrategyError
+from torchfleet.base.errors import FleetError, ModelError, StrategyError
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.collective.build import build
 from torchfleet.collective.collective_job import CollectiveJob
@@ -688,3 +693,116 @@ def count_hooks() -> dict[str, Any]:
 
 def test_hooks_of_the_optimizer_are_called_once(ranks: Ranks) -> None:
     assert ranks.run(count_hooks, 1) == [{"calls": ["before", "after", "late"], "lr": 0.05}]
+
+
+def trained_once(kind: str = "momentum", **fields: Any) -> tuple[Any, Any]:
+    """A model and an optimizer after a step of a new job."""
+    fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
+    model = fleet.distributed_model(make_model(seed=0))
+    stepping = fleet.distributed_optimizer(optimizer_of(kind, model))
+    (x, y), *_ = batches(STEPS, *fleet.data_shard())
+    F.cross_entropy(model(x), y).backward()
+    stepping.step()
+    stepping.zero_grad()
+    return model, stepping
+
+
+def training_after_the_end() -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for name, end in (("stop_worker", fleet.stop_worker), ("reset", fleet.reset)):
+        model, stepping = trained_once()
+        end()
+        x = batches(STEPS, 0, 1)[0][0]
+        for part, call in (("model", partial(model, x)), ("optimizer", stepping.step)):
+            try:
+                call()
+            except ModelError as error:
+                found[f"{name} {part}"] = str(error)
+        with torch.no_grad():
+            found[f"{name} predicts"] = torch.equal(model.eval()(x), model.module(x))
+    return found
+
+
+def test_what_a_job_has_left_does_not_train(ranks: Ranks) -> None:
+    for found in ranks.run(training_after_the_end, 2):
+        for name in ("stop_worker", "reset"):
+            assert names(found[f"{name} model"], f"fleet.{name}")
+            assert names(found[f"{name} optimizer"], f"fleet.{name}")
+            assert found[f"{name} predicts"]
+
+
+def copies() -> dict[str, Any]:
+    """Copies of models: their values, averages of weights, names; and the error where a rank has a part."""
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {"same": 0}
+    for fields in ({}, {"sharding": True}, {"amp": True}, {"sync_batch_norm": True}):
+        fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
+        torch.manual_seed(0)
+        model = fleet.distributed_model(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+        stepping = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        mean, begun = AveragedModel(model), copy.deepcopy(model.module)
+        assert not hasattr(copy.deepcopy(model), "strategies")
+        mean.update_parameters(model)
+        model(torch.arange(16.0).view(4, 4).cos()).sigmoid().square().sum().backward()
+        stepping.step()
+        mean.update_parameters(model)
+        for first, last, averaged in zip(begun.parameters(), model.parameters(), mean.module.parameters(), strict=True):
+            torch.testing.assert_close(averaged, (first + last) / 2)
+        assert not torch.equal(begun[1].bias, model.module[1].bias)
+        assert len([name for name, _ in model.named_buffers() if name in model.state_dict()]) == 3
+        found["same"] += 1
+        fleet.stop_worker()
+    model, _ = trained_once(sharding=True, sharding_configs={"stage": 2})
+    try:
+        copy.deepcopy(model)
+    except ModelError as error:
+        found["cut"] = str(error)
+    fleet.stop_worker()
+    return found
+
+
+def test_models_are_copied_and_averaged_or_refused_by_name(ranks: Ranks) -> None:
+    for found in ranks.run(copies, 2):
+        assert found["same"] == 4
+        assert names(found["cut"], "sharding=True", "fleet.save")
+
+
+def states_by_torch() -> dict[str, Any]:
+    """The state of a model and an optimizer, taken and set by torch.distributed.checkpoint."""
+    dist.init_process_group("gloo")
+    for fields in ({}, {"sharding": True, "sharding_configs": {"stage": 3}}):
+        model, stepping = trained_once("adam", **fields)
+        own, state = get_state_dict(model, stepping)
+        assert set(own) == set(model.state_dict())
+        before = {name: full(value) for name, value in model.named_parameters()}
+        moments = [full(stepping.state[parameter]["exp_avg"]) for parameter in model.parameters()]
+        own, state = copy.deepcopy(own), copy.deepcopy(state)
+        (x, y), *_ = batches(STEPS, *fleet.data_shard())
+        F.cross_entropy(model(x), y).backward()
+        stepping.step()
+        stepping.zero_grad()
+        assert any(not torch.equal(full(value), before[name]) for name, value in model.named_parameters())
+        set_state_dict(model, stepping, model_state_dict=own, optim_state_dict=state)
+        for name, value in model.named_parameters():
+            assert torch.equal(full(value), before[name])
+        for parameter, moment in zip(model.parameters(), moments, strict=True):
+            assert torch.equal(full(stepping.state[parameter]["exp_avg"]), moment)
+        fleet.stop_worker()
+    return {}
+
+
+def test_states_can_be_taken_and_set_by_torchs_checkpoints(ranks: Ranks) -> None:
+    ranks.run(states_by_torch, 2)
+
+
+def distribute_lbfgs() -> dict[str, Any]:
+    fleet.init(is_collective=True)
+    model = fleet.distributed_model(torch.nn.Linear(2, 2))
+    with pytest.raises(ModelError, match=naming("LBFGS", "closure")):
+        fleet.distributed_optimizer(torch.optim.LBFGS(model.parameters()))
+    return {}
+
+
+def test_an_optimizer_that_calls_its_closure_itself_is_refused(ranks: Ranks) -> None:
+    ranks.run(distribute_lbfgs, 1)

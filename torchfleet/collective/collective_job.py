@@ -129,6 +129,7 @@ class CollectiveJob(ModelAndOptimizer):
         self._finish_save()
         self._meetings.meet("fleet.stop_worker()")
         self._meetings.leave()
+        self._end_training("fleet.stop_worker()")
         begun.info = None
         if self._world is not None:
             self._world.close()
@@ -148,12 +149,21 @@ class CollectiveJob(ModelAndOptimizer):
         with contextlib.suppress(Exception):
             self._finish_save(_PATIENCE)
         self._meetings.leave(alone=True)
+        self._end_training("fleet.reset()")
         begun.info = None
         self._close_status()
         if self._settings is not None:
             self._settings.unlock()
         if self._world is not None:
             self._world.close(alone=True)
+
+    def _end_training(self, ended_by: str) -> None:
+        """End the strategies; what the script has of the job can predict, and not train."""
+        self._close_strategies()
+        if self.model is not None:
+            self.model.end(ended_by)
+        if self.optimizer is not None:
+            self.optimizer.end(ended_by)
 
     def write_last(self) -> None:
         """Write the last report at exit: most scripts of ranks end without fleet.stop_worker()."""

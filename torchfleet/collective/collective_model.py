@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial, update_wrapper
 from sys import modules
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchfleet.base.errors import ModelError
 from torchfleet.collective.data_parallel import BackwardPasses, WrappedModel
 from torchfleet.collective.strategy import CallArguments, Forward, LossFn, Runner, Strategy
+from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.tensors.outputs import tensors
 
 
@@ -48,6 +50,7 @@ class CollectiveModel(torch.nn.Module):
         for strategy in strategies:
             trained = strategy.wrap_call(trained)
         self.__dict__["_trained"] = trained
+        self._ended_by = ""  # the call that ended the job
         self.num_samples = 0
         self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it
         self.on_begin: Callable[[], object] = lambda: None  # called where ranks may begin to wait for each other
@@ -165,6 +168,10 @@ class CollectiveModel(torch.nn.Module):
         else:
             self.clear(set_to_none)
 
+    def end(self, ended_by: str) -> None:
+        """Refuse training from now on, because the job is over; predictions in eval mode still work."""
+        self.__dict__["_ended_by"] = ended_by
+
     def forget(self) -> None:
         """Drop the exchange of gradients, before the model gets a new one."""
         self.__dict__.update(_parallel=None, _called=None, _trained=None, _passes=None)
@@ -179,6 +186,8 @@ class CollectiveModel(torch.nn.Module):
         self.forward = self._own_forward()  # type: ignore[method-assign]
 
     def _begin(self) -> None:
+        if self._ended_by and self.training:
+            raise job_is_over("the model", self._ended_by)
         self._is_trained = True
         if self.training:  # DistributedDataParallel sometimes exchanges in forward too
             self.on_begin()
@@ -207,6 +216,28 @@ class CollectiveModel(torch.nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For torch.distributed.checkpoint.state_dict: the child whose name is not a part of the names below it."""
+        return {"": "module"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """A copy of the user's own model, which belongs to no job: for averages of weights, and predictions."""
+        cutting = [f"{strategy.field}=True" for strategy in self.strategies if strategy.owns_gradients]
+        if any(is_local(parameter) for parameter in self.module.parameters()):
+            cutting.append("MarginSoftmax")
+        if not cutting:
+            return deepcopy(self.module, memo)
+        raise ModelError(
+            f"copy.deepcopy: under {', '.join(cutting)} a rank has a part of the model alone, which cannot be copied. "
+            "Save it with fleet.save and load it into a model of its own, or use data parallelism or "
+            "sharding_configs={'stage': 1}."
+        )
 
     def train(self, mode: bool = True) -> CollectiveModel:
         super().train(mode)
@@ -238,6 +269,14 @@ class _TrainedLoss(torch.autograd.Function):
                 "gradient_merge=True takes the mean over several batches."
             )
         return None, None
+
+
+def job_is_over(what: str, ended_by: str) -> ModelError:
+    """The error of training after the end of the job."""
+    return ModelError(
+        f"{what} belongs to a job that {ended_by} has ended: its ranks train no more together. Train before, or call "
+        "fleet.init, fleet.distributed_model and fleet.distributed_optimizer again. Predictions in eval mode work."
+    )
 
 
 def _done(call: Callable[[], object]) -> None:

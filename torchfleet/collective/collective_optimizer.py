@@ -11,6 +11,7 @@ import torch
 from torchfleet.base.adoption import AdoptedOptimizer
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
 from torchfleet.collective.clipping import scale_down, total_norm
+from torchfleet.collective.collective_model import job_is_over
 from torchfleet.collective.device_rows import DeviceRows
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.local_steps import LocalSteps
@@ -45,6 +46,7 @@ class CollectiveOptimizer(AdoptedOptimizer):
         self.is_skipped = False  # whether a strategy skipped the last step
         self.on_call: Callable[[], object] = lambda: None  # called at the end of every `step`, also an accumulating one
         self.num_steps = 0
+        self._ended_by = ""  # the call that ended the job
 
     @property
     def state(self) -> Any:
@@ -60,7 +62,13 @@ class CollectiveOptimizer(AdoptedOptimizer):
         self.on_call()
         return loss
 
+    def end(self, ended_by: str) -> None:
+        """Refuse steps from now on, because the job is over."""
+        self._ended_by = ended_by
+
     def _step(self) -> None:
+        if self._ended_by:
+            raise job_is_over("the optimizer", self._ended_by)
         self.is_gathering, self.is_skipped = not self._is_due(), False
         if self.is_gathering:
             for strategy in self._strategies:

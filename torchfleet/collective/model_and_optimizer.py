@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,7 @@ class ModelAndOptimizer(JobSettings):
         if model is None:
             return
         before = {id(parameter) for parameter in model.parameters()}
+        self._close_strategies()
         model.forget()
         made = self.distribute_model(model.module)
         if {id(parameter) for parameter in made.parameters()} != before:
@@ -93,6 +95,10 @@ class ModelAndOptimizer(JobSettings):
         if any(strategy.wants_loss for strategy in self.strategies):
             self.model.on_loss = self._note_loss
         return self.model
+
+    def _close_strategies(self) -> None:
+        for strategy in self.strategies:
+            strategy.close()
 
     def _begin_backward(self) -> None:
         for strategy in self.strategies:
@@ -169,6 +175,7 @@ class ModelAndOptimizer(JobSettings):
             raise ModelError(
                 "fleet.distributed_optimizer was called before: a job has one optimizer; fleet.init() begins another"
             )
+        _refuse_repeated_closures(optimizer)
         self.names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._check_parameters(parameters)
@@ -216,6 +223,17 @@ class ModelAndOptimizer(JobSettings):
     def _note_loss(self, loss: float | torch.Tensor) -> None:
         for strategy in self.strategies:
             strategy.note_loss(loss)
+
+
+def _refuse_repeated_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that call their closure themselves, several times in a step, as LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ModelError(
+            f"{type(optimizer).__name__} calls its closure several times within a step, and the strategies act once in "
+            "a step, on gradients that are complete: use an optimizer whose step() needs no closure. To train by "
+            f"{type(optimizer).__name__}, do it in one process, without fleet.distributed_optimizer."
+        )
 
 
 def _short(value: Any) -> Any:

@@ -188,6 +188,9 @@ class Strategy:
     def note_loss(self, loss: float | torch.Tensor) -> None:
         """The loss of the last batch: returned by the model or a runner, or the argument of fleet.report(loss=...)."""
 
+    def close(self) -> None:
+        """Called when the job is over, or gets other strategies: end threads."""
+
     # Checkpoints
 
     def before_save(self) -> None:

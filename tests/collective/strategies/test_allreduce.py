@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -161,3 +162,25 @@ def one_rank() -> dict[str, Any]:
 
 def test_one_rank_alone_exchanges_nothing(ranks: Ranks) -> None:
     ranks.run(one_rank, 1)
+
+
+def threads_of_jobs() -> dict[str, Any]:
+    """How many threads of the exchange there are in a job and after it, ended in both ways."""
+    dist.init_process_group("gloo")
+    found = {}
+    for name, end in (("stop_worker", fleet.stop_worker), ("reset", fleet.reset)):
+        fields = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2}
+        fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
+        model = fleet.distributed_model(mlp())
+        model(torch.randn(2, 64)).sum().backward()
+        own = [thread for thread in threading.enumerate() if thread.name == "hierarchical_allreduce"]
+        end()
+        for thread in own:
+            thread.join(30.0)
+        found[name] = [len(own), sum(thread.is_alive() for thread in own)]
+    return found
+
+
+def test_the_thread_of_the_exchange_ends_with_its_job(ranks: Ranks) -> None:
+    for found in ranks.run(threads_of_jobs, 4):
+        assert found == {"stop_worker": [1, 0], "reset": [1, 0]}

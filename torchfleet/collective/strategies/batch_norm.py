@@ -13,6 +13,7 @@ twice, as plain batch norm does.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -72,6 +73,12 @@ class JointBatchNorm(_BatchNorm):
         self.num_batches_tracked = plain.num_batches_tracked
         self.training = plain.training
         self._group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JointBatchNorm:
+        made = type(self).__new__(type(self))
+        memo.update({id(self): made, id(self._group): self._group})  # a copy has the same ranks
+        made.__dict__.update(deepcopy(self.__dict__, memo))
+        return made
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

@@ -53,13 +53,22 @@ class HierarchicalAllReduce(Strategy):
                 f"{found} does not divide the {world.size} ranks there are: use_hierarchical_allreduce needs equally "
                 "many ranks on all machines; hierarchical_allreduce_inter_nranks says how many"
             )
+        self._thread: _Thread | None = None
 
     def attach(self, parallel: DistributedDataParallel) -> None:
         if self._node_size in (1, self.world.size):
             return
         levels = Levels(self.world, self._node_size)
-        exchange: _Stream | _Thread = _Stream(levels) if self.world.device.type == "cuda" else _Thread(levels)
+        exchange: _Stream | _Thread
+        if self.world.device.type == "cuda":
+            exchange = _Stream(levels)
+        else:
+            exchange = self._thread = _Thread(levels)
         parallel.register_comm_hook(None, lambda _, bucket: exchange.begin(bucket.buffer()))
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.end()
 
 
 class Levels:
@@ -106,7 +115,7 @@ class _Thread:
 
     def __init__(self, levels: Levels) -> None:
         self._levels = levels
-        self._waiting: queue.SimpleQueue[_Pending] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         # A daemon: waiting for a dead rank must not keep this process from exiting.
         threading.Thread(target=self._work, name="hierarchical_allreduce", daemon=True).start()
 
@@ -115,9 +124,13 @@ class _Thread:
         self._waiting.put(pending)
         return pending.future
 
+    def end(self) -> None:
+        """Let the thread end after the buckets that it has."""
+        self._waiting.put(None)
+
     def _work(self) -> None:
-        while True:
-            gradients, future = self._waiting.get()
+        while (pending := self._waiting.get()) is not None:
+            gradients, future = pending
             try:
                 self._levels.average(gradients)
             except Exception as error:
