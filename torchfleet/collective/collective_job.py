@@ -159,7 +159,7 @@ class CollectiveJob(ModelAndOptimizer):
 
     def _end_training(self, ended_by: str) -> None:
         """End the strategies; what the script has of the job can predict, and not train."""
-        self._close_strategies()
+        self.close_strategies()
         if self.model is not None:
             self.model.end(ended_by)
         if self.optimizer is not None:

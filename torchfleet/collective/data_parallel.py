@@ -100,7 +100,7 @@ class BackwardPasses:
         """Called after every forward pass with gradients."""
         exchanging = self._parallel.require_backward_grad_sync
         self._is_prepared = self._is_prepared or exchanging
-        found = next((tensor for tensor in tensors(outputs) if tensor.requires_grad), None)
+        found = next((tensor for tensor in tensors(outputs) if tensor.grad_fn is not None), None)
         if found is not None:
             found.register_hook(partial(self._begin, exchanging))  # type: ignore[no-untyped-call]
 

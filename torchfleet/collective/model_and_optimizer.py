@@ -52,7 +52,7 @@ class ModelAndOptimizer(JobSettings):
         if model is None:
             return
         before = {id(parameter) for parameter in model.parameters()}
-        self._close_strategies()
+        self.close_strategies()
         model.forget()
         made = self.distribute_model(model.module)
         if {id(parameter) for parameter in made.parameters()} != before:
@@ -96,7 +96,8 @@ class ModelAndOptimizer(JobSettings):
             self.model.on_loss = self._note_loss
         return self.model
 
-    def _close_strategies(self) -> None:
+    def close_strategies(self) -> None:
+        """End what runs beside training: the job is over, or gets other strategies."""
         for strategy in self.strategies:
             strategy.close()
 

@@ -251,7 +251,8 @@ class DenseNetwork:
         self._model.zero_grad = NetworkZeroGrad(self._model.zero_grad, drop_rows)  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Restore the model."""
+        """Restore the model, and end the strategies."""
+        self._job.close_strategies()
         if isinstance(self._model.__dict__.get("zero_grad"), NetworkZeroGrad):
             del self._model.zero_grad
         if self._hook is not None:
