@@ -184,6 +184,10 @@ class DeepGradientCompression(Strategy):
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         self._num_steps = int(state.get("num_steps", self._num_steps))
+        self._residuals.clear()  # the save has those that there were
+
+    def after_load(self) -> None:
+        self._compressed.clear()
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         """u and v of every parameter that was compressed: velocity.<name> and unsent.<name>."""
