@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from support.jobs import Net, Part, fleet_optimizer
 
 import torchfleet as fleet
 from torchfleet.api.job import worker_saves
+from torchfleet.base.errors import FleetError
+from torchfleet.ps.worker.model_saving import Kind
 
 SGD = fleet_optimizer("sgd", lr=0.05)
 CASES = {
@@ -225,6 +228,60 @@ def test_a_save_between_steps_waits_for_no_worker_and_one_after_a_barrier_is_mad
         return part.worker.complete_saves()
 
     assert jobs.run(body, Net, SGD, mode=mode, num_workers=2).results == [[], []]
+
+
+SAVES = {
+    "a delta, then another folder": [("chain", "full"), ("chain", "delta"), ("final", "full")],
+    "a delta of the newest chain": [("first", "full"), ("chain", "full"), ("chain", "delta"), ("net", "inference")],
+    "two chains": [("chain", "full"), ("chain", "delta"), ("final", "full"), ("final", "delta")],
+}
+
+
+@pytest.mark.parametrize("saves", SAVES.values(), ids=SAVES)
+def test_the_newest_save_of_each_folder_is_repeated_at_the_end(saves: list[tuple[str, Kind]], tmp_path: Path) -> None:
+    is_saved = threading.Event()
+
+    def body(part: Part) -> list[str]:
+        train(part, 1)
+        if part.index:
+            assert is_saved.wait(jobs.SECONDS)
+            train(part, 2)
+            return []
+        for name, kind in saves:
+            part.worker.save(str(tmp_path / name), kind)
+        is_saved.set()
+        return part.worker.complete_saves()
+
+    done = jobs.run(body, Net, SGD, mode="half_async", num_workers=2, num_servers=2)
+    folders = {str(tmp_path / name) for name, _ in saves}
+    assert set(done.results[0]) == folders
+    held = done.rows("items", jobs.NUM_ITEMS // 2)[1:]
+    for folder in folders:
+        saved = fleet.load_inference_model(folder, Net())
+        assert torch.equal(saved.items(torch.arange(1, jobs.NUM_ITEMS // 2)).detach(), held), folder
+
+
+def test_a_save_that_fails_at_the_end_skips_no_other(tmp_path: Path) -> None:
+    is_saved = threading.Event()
+
+    def body(part: Part) -> None:
+        train(part, 1)
+        if part.index:
+            assert is_saved.wait(jobs.SECONDS)
+            train(part, 2)
+            return
+        for name in ("first", "last"):
+            part.worker.save(str(tmp_path / name), "full")
+        shutil.rmtree(tmp_path / "first")
+        (tmp_path / "first").write_text("")  # no folder can be made there
+        is_saved.set()
+        with pytest.raises((OSError, FleetError)):
+            part.worker.complete_saves()
+
+    done = jobs.run(body, Net, SGD, mode="half_async", num_workers=2)
+    saved = fleet.load_inference_model(str(tmp_path / "last"), Net())
+    held = done.rows("items", jobs.NUM_ITEMS // 2)[1:]
+    assert torch.equal(saved.items(torch.arange(1, jobs.NUM_ITEMS // 2)).detach(), held)
 
 
 def test_a_last_save_that_is_a_delta_is_followed_by_another(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.last_saves import LastSave, LastSaves
 from torchfleet.api.serving.description import ModelDescriber, saved_features
+from torchfleet.base.monitor.notices import tell
 from torchfleet.base.monitor.stop_request import stop_request
 from torchfleet.base.saved_extra import script_extra
 from torchfleet.base.storage import Storage
@@ -48,6 +49,7 @@ class WorkerSaves:
         self._last_saves = LastSaves(client, setup.info, self._timeout, fixed)
         self._saved_to: set[str] = set()  # paths
         self.replaced: dict[str, int] = {}  # by path: the number of the save of an earlier job that is gone
+        self._continued = ""  # the path of the newest save that deltas can continue
 
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model, including this worker's gradients."""
@@ -72,6 +74,8 @@ class WorkerSaves:
         self._saved_to.add(storage.path)
         if replaced is not None:
             self.replaced[storage.path] = replaced
+        if kind != "inference":
+            self._continued = storage.path
         if self._membership is not None:
             made = LastSave(dirname, kind, extra, updates)
             is_open = are_others_at_work or communicator.keeps_rest
@@ -90,8 +94,9 @@ class WorkerSaves:
         return features.saved()
 
     def complete(self) -> list[str]:
-        """Before worker 0 stops: if it has saved since its last step, wait for the other workers, and repeat the saves
-        that they have outdated. Returns the folders of these saves.
+        """Before worker 0 stops: if it has saved since its last step, wait for the other workers, and repeat the newest
+        save of each folder, if they have outdated it. Returns these folders. If a save fails, the others are still
+        made, and the first error is raised then.
 
         Does nothing if the job was asked to end: the other workers then do not make their last step.
         """
@@ -107,8 +112,21 @@ class WorkerSaves:
             self._membership.finish(self._client)
             self._last_saves.wait_for_others()
         outdated = [save for save in saves if self._last_saves.is_outdated(save)]
+        outdated.sort(key=self._can_repeat_delta, reverse=True)  # first: the servers continue only their newest save
+        error: Exception | None = None
         for save in outdated:
-            # States of workers (fleet.save_state) belong to the moment of that save, and not to the model of now.
-            number = self.save(save.dirname, save.kind, script_extra(save.extra or {})).number
+            kind: Kind = "full" if save.kind == "delta" and not self._can_repeat_delta(save) else save.kind
+            try:
+                # States of workers (fleet.save_state) belong to the moment of that save, and not to the model of now.
+                number = self.save(save.dirname, kind, script_extra(save.extra or {})).number
+            except Exception as failed:
+                tell(f"fleet.stop_worker: {save.dirname} lacks what other workers trained after the save: {failed}")
+                error = error or failed
+                continue
             print(f"fleet: {save.dirname} is saved again (save {number}): others trained after the save", flush=True)
+        if error is not None:
+            raise error
         return [save.dirname for save in outdated]
+
+    def _can_repeat_delta(self, save: LastSave) -> bool:
+        return save.kind == "delta" and Storage(save.dirname).path == self._continued
