@@ -151,6 +151,26 @@ class TestThreads:
         for shares in zip(*run(body, 3, mode), strict=True):
             assert Counter(itertools.chain(*shares)) == Counter(numbers(sizes))
 
+    @pytest.mark.parametrize("balance", [False, True])
+    @pytest.mark.parametrize(("how", "num_readers"), [(loop, 1), (trained, 2)])
+    def test_in_hybrid_mode_workers_without_a_file_do_not_hold_up_the_others(
+        self, tmp_path: Path, how: Callable, num_readers: int, balance: bool
+    ) -> None:
+        sizes = [16, 0, 9, 16, 21]
+        files = write_files(tmp_path, sizes)
+
+        def body(part: Part) -> tuple[list[list[int]], list[torch.Tensor]]:
+            dataset = make(part, files, thread_num=num_readers)
+            passes = [how(part, dataset) for _ in range(3)]
+            return passes, [value.detach().clone() for value in part.model.linear.parameters()]
+
+        config = {"exchange": "servers", "balance": balance}
+        results = jobs.run(body, Tiny, slow_sgd, mode="hybrid", num_workers=3, num_servers=2, **config).results
+        for shares in zip(*(passes for passes, _ in results), strict=True):
+            assert Counter(itertools.chain(*shares)) == Counter(numbers(sizes))
+        for _, network in results[1:]:
+            torch.testing.assert_close(network, results[0][1], rtol=0, atol=0)
+
     @pytest.mark.parametrize(("num_readers", "num_threads"), [(3, 1), (1, 3), (3, 3)])
     def test_threads_that_read_and_threads_that_train_share_files_too(
         self, tmp_path: Path, num_readers: int, num_threads: int

@@ -92,8 +92,10 @@ def trained_by_torch(workers: list[Any]) -> dict[str, torch.Tensor]:
 def test_rows_equal_a_replay_of_the_pushes_and_the_network_equals_data_parallelism(
     options: list[str], settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Worker 1 has two batches more than worker 0: both end after those that both have, and it says what is left."""
-    with started(tmp_path, "--more", "2", *options, **settings) as job:
+    """By ranks worker 1 has two batches more than worker 0: both end after those that both have, and it says what is
+    left."""
+    more = 0 if settings.get("a_sync_configs") == THROUGH_SERVERS else 2
+    with started(tmp_path, "--more", str(more), *options, **settings) as job:
         assert job.wait() == 0, job.output
     workers, server = notes(tmp_path)
     np.testing.assert_array_equal(server["rows"], replayed_rows(tmp_path, server["order"]))
@@ -101,7 +103,7 @@ def test_rows_equal_a_replay_of_the_pushes_and_the_network_equals_data_paralleli
     for name, value in trained_by_torch(workers).items():
         for worker in workers:
             torch.testing.assert_close(torch.from_numpy(worker[f"after.{name}"]), value, rtol=1e-5, atol=1e-6)
-    assert lines_naming(log(tmp_path, 1), STEPS, "worker 0", 2)
+    assert not more or lines_naming(log(tmp_path, 1), STEPS, "worker 0", more)
     assert lines_naming(job.output, "hybrid", STEPS, STEPS * BATCH)
 
 
@@ -170,3 +172,45 @@ def test_without_restarts_the_one_that_was_killed_is_named(tmp_path: Path) -> No
     with started(tmp_path, "--die", "1") as job:
         assert job.wait() == 1
     assert lines_naming(job.output, "worker 1", "SIGKILL")
+
+
+SIZES = (40, 3, 70, 0, 21)  # lines of files, of which worker 0 gets every second one: 131 and 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("configs", "dynamic"),
+    [
+        ({"exchange": "servers"}, False),
+        ({"exchange": "servers", "balance": True}, True),
+        ({"exchange": "ranks"}, False),
+    ],
+    ids=["servers", "shared files", "ranks"],
+)
+def test_uneven_files_are_trained_or_counted(tmp_path: Path, configs: dict[str, Any], dynamic: bool) -> None:
+    for i, size in enumerate(SIZES):
+        (tmp_path / f"part-{i}").write_text("".join(f"1 {100 * i + j}\n" for j in range(size)))
+    arguments = (str(SCRIPTS / "uneven_hybrid.py"), str(tmp_path), json.dumps(configs), *["--dynamic"] * dynamic)
+    with forked_fleetrun(tmp_path / "log", "--server_num", "1", "--worker_num", "2", *arguments) as job:
+        assert job.wait() == 0, job.output
+    written = [json.loads((tmp_path / f"worker-{i}.json").read_text()) for i in range(2)]
+    assert written[0]["network"] == written[1]["network"]
+    for passed in zip(*(each["passes"] for each in written), strict=True):
+        assert sum(own["samples"] + own["unused"] for own in passed) == sum(SIZES)
+        if configs["exchange"] == "ranks":
+            assert [own["samples"] + own["unused"] for own in passed] == [131, 3]
+            assert [own["steps"] for own in passed] == [1, 1]
+        elif not dynamic:
+            assert [own["samples"] for own in passed] == [131, 3]
+            assert [own["steps"] for own in passed] == [33, 1]
+        else:
+            assert [own["unused"] for own in passed] == [0, 0]
+
+
+@pytest.mark.slow
+def test_ranks_refuse_files_that_workers_share(tmp_path: Path) -> None:
+    (tmp_path / "part-0").write_text("1 1\n")
+    arguments = (str(SCRIPTS / "uneven_hybrid.py"), str(tmp_path), '{"exchange": "ranks"}', "--dynamic")
+    with forked_fleetrun(tmp_path / "log", "--server_num", "1", "--worker_num", "2", *arguments) as job:
+        assert job.wait() != 0
+    assert lines_naming(log(tmp_path, 0) + log(tmp_path, 1), "DataError", "dynamic", "exchange", "servers")

@@ -57,9 +57,11 @@ MakeModel = Callable[[], torch.nn.Module]
 MakeOptimizer = Callable[[torch.nn.Module], Any]  # an optimizer, or a list of several
 
 
-def strategy(mode: str = "sync", rpc_timeout: float = SECONDS, **configs: Any) -> DistributedStrategy:
+def strategy(
+    mode: str = "sync", rpc_timeout: float = SECONDS, sync_mean: str = "samples", **configs: Any
+) -> DistributedStrategy:
     """The strategy of a mode, with `configs` among its a_sync_configs and waits that end within a test."""
-    fields = dict(MODES[mode])
+    fields = {**MODES[mode], "sync_mean": sync_mean}
     fields["a_sync_configs"] = {**fields.get("a_sync_configs", {}), **configs}
     return DistributedStrategy(sync_timeout=SECONDS, rpc_timeout=rpc_timeout, **fields)
 

@@ -30,7 +30,8 @@ class Result:
     """The result of a pass."""
 
     steps: int = 0
-    samples: int = 0
+    samples: int = 0  # of this worker
+    unused: int = 0  # samples of this worker's data in which it made no step: its loop ended with another worker's
     seconds: float = 0.0
     last: dict[str, float] = field(default_factory=dict)  # numbers of the last step
     mean: dict[str, float] = field(default_factory=dict)  # prediction only: means of all numbers over all samples
@@ -196,7 +197,7 @@ def train(
             report.note(batch, values)
 
     try:
-        return _run_pass(dataset, run, num_threads, report, communicator.leave_thread)
+        return _run_pass(dataset, run, num_threads, report, communicator.leave_thread, counts_rest=True)
     finally:
         if num_threads > 1:
             communicator.end_threads()
@@ -242,15 +243,20 @@ def _run_pass(
     num_threads: int,
     report: Report,
     leave_thread: Callable[[], None],
+    counts_rest: bool = False,
 ) -> Result:
     """Run a pass in the calling thread, or in several threads: then the first error ends all of them, and is raised
-    here.
+    here. `counts_rest`: count the samples that `run` leaves over, in one thread.
     """
     batches = dataset.iterate()
     report.begin()
     try:
         if num_threads == 1:
             run(batches)
+            if counts_rest:
+                for _ in batches:  # counts what is left; nothing in most modes
+                    pass
+                report.result.unused = batches.num_samples_taken - report.result.samples
         else:
             _run_in_threads(batches, run, num_threads, leave_thread)
     finally:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torchfleet.base.errors import DataError
 from torchfleet.base.paddle_names import DATASET, WithPaddleNames
 from torchfleet.data.feed import Feed
-from torchfleet.data.file_passes import FileBatch, FileQueue
+from torchfleet.data.file_passes import END, HELD, FileBatch, FileQueue, is_batch
 from torchfleet.data.reading.reader import ReadOptions
 from torchfleet.data.reading.streams import check_files
 from torchfleet.data.slots import SampleLayout, Slot
@@ -130,6 +130,11 @@ class Dataset(WithPaddleNames, ABC):
         return None
 
     @property
+    def is_shared(self) -> bool:
+        """Whether all workers take files from one list."""
+        return False
+
+    @property
     def settings(self) -> ReadOptions:
         if self._options is None:
             raise DataError("call dataset.init(batch_size=..., use_var=[...]) or dataset.set_use_var([...]) first")
@@ -157,8 +162,17 @@ class Dataset(WithPaddleNames, ABC):
 class DatasetPass:
     """One pass over a dataset, from which any number of threads take batches."""
 
-    def __init__(self, feed: Feed[FileBatch], at_end: Callable[[], None], report: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        feed: Feed[FileBatch],
+        at_end: Callable[[], None],
+        report: Callable[[], None],
+        is_held: Callable[[], bool] | None = None,
+    ) -> None:
+        """`is_held`: whether no batch can come until other workers are done with their files; None: they have files
+        of their own."""
         self._feed, self._at_end, self._report = feed, at_end, report
+        self.is_shared, self._is_held = is_held is not None, is_held or (lambda: False)
         self._is_over = False
 
     def take(self) -> FileBatch | None:
@@ -167,6 +181,10 @@ class DatasetPass:
             return next(self._feed)
         except StopIteration:
             return None
+
+    def look_ahead(self) -> FileBatch | Any:
+        """Wait for the next batch, END or HELD."""
+        return self._feed.next_unless(self._is_held, HELD, END)
 
     def take_ready(self) -> FileBatch | None:
         """The next batch if it is ready; never waits."""
@@ -187,6 +205,12 @@ class BatchIterator:
     def __init__(self, batches: DatasetPass, closes: bool = True) -> None:
         self._pass, self._closes = batches, closes
         self._handed: list[FileBatch] = []
+        self.num_samples_taken = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all workers take files from one list."""
+        return self._pass.is_shared
 
     def fork(self) -> BatchIterator:
         """An iterator over the same pass for another thread. Close this one when all threads have finished."""
@@ -206,21 +230,33 @@ class BatchIterator:
         if batch is None:
             self.close()
             raise StopIteration
-        self._handed.append(batch)
+        self._hand(batch)
         return batch
+
+    def look_ahead(self, num_kept: int) -> FileBatch | Any:
+        """The next batch, END or HELD. The last `num_kept` batches before it stay in use."""
+        self._release(num_kept)
+        found = self._pass.look_ahead()
+        if is_batch(found):
+            self._hand(found)
+        return found
 
     def ready(self) -> FileBatch | None:
         """The next batch if it is ready, to look ahead: the previous batch stays in use."""
         batch = self._pass.take_ready()
         if batch is not None:
             self._release(1)
-            self._handed.append(batch)
+            self._hand(batch)
         return batch
 
     def close(self) -> None:
         """End the pass, even before its last batch. Batches still in use do not count as used."""
         if self._closes:
             self._pass.close()
+
+    def _hand(self, batch: FileBatch) -> None:
+        self._handed.append(batch)
+        self.num_samples_taken += batch.num_samples
 
     def _release(self, num_kept: int) -> None:
         while len(self._handed) > num_kept:

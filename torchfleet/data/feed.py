@@ -15,6 +15,7 @@ from torchfleet.base.background import BackgroundThreads
 
 Item = TypeVar("Item")
 _LOOK = 1.0  # seconds; only a safety net, because every change wakes the waiting threads
+_LOOK_IF_HELD = 0.05  # seconds between two questions whether the makers are held up
 
 _open: weakref.WeakSet[Feed[Any]] = weakref.WeakSet()
 
@@ -57,6 +58,20 @@ class Feed(Generic[Item]):
                 if self._is_closed or not self._num_running:
                     raise StopIteration
                 self._changed.wait(_LOOK)
+
+    def next_unless(self, is_held: Callable[[], bool], held: Any, end: Any) -> Item | Any:
+        """Wait for the next item. Returns `held` if the makers are held up, and `end` at the end."""
+        with self._changed:
+            while True:
+                was_held = is_held()  # before the look at the items: makers put theirs before they are held up
+                if self._items and not self._is_closed:
+                    return self._pop()
+                self._threads.check()
+                if self._is_closed or not self._num_running:
+                    return end
+                if was_held:
+                    return held
+                self._changed.wait(_LOOK_IF_HELD)
 
     def take_ready(self) -> Item | None:
         """The next item if there is one now; never waits."""

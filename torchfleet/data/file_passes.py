@@ -24,6 +24,20 @@ Samples_co = TypeVar("Samples_co", covariant=True)
 Samples_contra = TypeVar("Samples_contra", contravariant=True)
 _POLL = 0.2  # seconds between two checks for a file that another worker has given up
 
+END: Any = object()  # in place of a batch: there are no more
+HELD: Any = object()  # in place of a batch: there is none until other workers are done with their files
+
+
+def look_ahead(batches: Iterator[Any], num_kept: int) -> Any:
+    """The next batch, END or HELD, while up to `num_kept` batches before it are in use."""
+    find = getattr(batches, "look_ahead", None)
+    return next(batches, END) if find is None else find(num_kept)
+
+
+def is_batch(found: Any) -> bool:
+    """Whether `look_ahead` found a batch."""
+    return found is not END and found is not HELD
+
 
 class FileQueue(Protocol):
     """The queue from which the threads of a pass take files."""
@@ -186,19 +200,28 @@ class Reading(Generic[Samples]):
         self._files, self._make_cutter, self._drop_last = files, make_cutter, drop_last
         self._num_running, self._lock, self.account = num_threads, threading.Lock(), account
         self._rests: list[BatchCutter[Samples]] = []
+        self._num_idle = 0  # threads for which no file is left, while other workers use theirs
         self.closing = threading.Event()
 
     def run(self, reader: SampleReader[Samples], put: Callable[[FileBatch], None]) -> None:
         """Run one thread, which reads files one after another. The last thread to end batches all remaining rows."""
-        cutter = self._make_cutter(put)
+        cutter, is_idle = self._make_cutter(put), False
         while (path := self._files.take()) is not None:
             if path:
+                if is_idle:
+                    is_idle = False
+                    self._count_idle(-1)
                 self._read(reader, path, cutter)
                 continue
             # Other workers have the last files, and may wait until ours are done: do not keep rows for a fuller batch.
             self._end(cutter)
+            if not is_idle:
+                is_idle = True
+                self._count_idle(1)
             if self.closing.wait(_POLL):  # training has ended: other workers may never finish their files
                 return
+        if is_idle:
+            self._count_idle(-1)
         with self._lock:
             self._rests.append(cutter)
             self._num_running -= 1
@@ -209,6 +232,15 @@ class Reading(Generic[Samples]):
                 rest.move_to(cutter)
         self._end(cutter)
         self.account.is_complete = not self.closing.is_set()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all threads wait for other workers' files."""
+        return 0 < self._num_running == self._num_idle
+
+    def _count_idle(self, num: int) -> None:
+        with self._lock:
+            self._num_idle += num
 
     def _read(self, reader: SampleReader[Samples], path: str, cutter: BatchCutter[Samples]) -> None:
         source, ticket, num = reader.source(path), Ticket(path, self._files.done), 0

@@ -80,7 +80,11 @@ class QueueDataset(Dataset):
                 self._num_samples = sum(account.num_samples.values())
             account.report()
 
-        return BatchIterator(DatasetPass(feed, at_end, report))
+        return BatchIterator(DatasetPass(feed, at_end, report, (lambda: reading.is_held) if self.is_shared else None))
+
+    @property
+    def is_shared(self) -> bool:
+        return self._dynamic is not None
 
     @property
     def num_samples(self) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from torchfleet.api.hybrid.even_shares import Shares, joined, part_of, recut
+from torchfleet.api.hybrid.even_shares import Recut, Shares, joined, part_of
 from torchfleet.api.hybrid.server_rounds import Told
 from torchfleet.base.errors import DataError
 from torchfleet.data.slots import Batch, Ragged
@@ -64,7 +64,7 @@ def test_a_loader_is_cut_anew_without_losing_a_sample(sizes: list[int]) -> None:
             return sizes[len(found) % len(sizes)]
 
     found: list[dict[str, Any]] = []
-    for batch in recut((made(10 * i, 10) for i in range(7)), Planned(0)):
+    for batch in Recut((made(10 * i, 10) for i in range(7)), Planned(0)):
         found.append(batch)
         assert isinstance(batch["pair"], Pair)
     whole, expected = joined(found), made(0, 70)
@@ -94,4 +94,4 @@ def test_what_cannot_be_cut_says_so(batch: Any) -> None:
         yield batch
 
     with pytest.raises(DataError, match="balance"):
-        next(recut(loader(), Shares(0)))
+        next(Recut(loader(), Shares(0)))

@@ -135,23 +135,47 @@ def test_gradient_merge_exchanges_the_sum_of_several_batches() -> None:
     assert_alike([values for values, _ in results], network(model))
 
 
-@pytest.mark.parametrize("lengths", [(4, 2, 3), (3, 0, 2)])
-def test_loops_over_prefetch_end_together(lengths: tuple[int, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    def body(part: Part) -> tuple[int, dict[str, torch.Tensor]]:
-        num = 0
-        for _ in range(2):  # the workers are together again in the second loop
+@pytest.mark.parametrize("lengths", [(4, 2, 3), (3, 0, 2), (0, 0, 2)], ids=str)
+@pytest.mark.parametrize("sync_mean", ["samples", "workers"])
+def test_a_worker_without_a_batch_gives_no_samples_and_all_loops_end_with_one_network(
+    lengths: tuple[int, ...], sync_mean: str
+) -> None:
+    def body(part: Part) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        passes = []
+        for _ in range(2):
+            num = 0
             for batch in part.prefetch(batches_of(part.index, lengths[part.index])):
                 part.step(batch)
                 num += 1
-        return num, network(part.model)
+            passes.append((num, network(part.model)))
+        return passes
 
-    results = jobs.run(body, Net, still_rows(), num_workers=NUM_WORKERS, num_servers=2, **SERVERS).results
-    least = min(lengths)
-    assert [num for num, _ in results] == [2 * least] * NUM_WORKERS
-    both = [2 * batches_of(worker, least) for worker in range(NUM_WORKERS)]
-    assert_alike([values for _, values in results], in_one_process(both))
-    if least:
-        assert "worker 0 stops after 2 batches, because worker 1 has no more" in capsys.readouterr().out
+    config = {**SERVERS, "sync_mean": sync_mean}
+    results = jobs.run(body, Net, still_rows(), num_workers=NUM_WORKERS, num_servers=2, **config).results
+    assert [[num for num, _ in passes] for passes in results] == [[length] * 2 for length in lengths]
+    for passed in range(2):
+        values = [passes[passed][1] for passes in results]
+        for other in values[1:]:
+            jobs.assert_equal_values(other, values[0])
+    own = [batches_of(worker, length) for worker, length in enumerate(lengths)]
+    wanted = uneven_in_one_process(own, 2, sync_mean == "samples")
+    jobs.assert_equal_values(results[0][-1][1], wanted, 1e-5)
+
+
+def uneven_in_one_process(own: list[list[Batch]], num_passes: int, by_samples: bool) -> dict[str, torch.Tensor]:
+    """The network of a process that trains, in every step, on the batches of those workers that have one."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(jobs.split_parameters(model)[0], lr=0.01)
+    for step in num_passes * list(range(max(map(len, own)))):
+        batches = [batches[step] for batches in own if step < len(batches)]
+        if by_samples:
+            jobs.loss_of(model, jobs.combined(batches)).backward()
+        else:
+            sum(jobs.loss_of(model, batch) / len(batches) for batch in batches).backward()
+        optimizer.step()
+        model.zero_grad()
+    return network(model)
 
 
 def test_a_worker_that_goes_to_a_barrier_meanwhile_is_named() -> None:

@@ -8,6 +8,7 @@ they are. Every worker computes all shares, from what all workers reported in ea
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from torchfleet.api.hybrid.server_rounds import Told
 from torchfleet.base.errors import DataError
+from torchfleet.data.file_passes import END, HELD, is_batch, look_ahead
 from torchfleet.data.slots import Batch, Ragged
 
 _KEPT = 0.8  # weight of the measurements before the last one
@@ -51,22 +53,62 @@ class Shares:
         return own.samples / self.usual if own is not None and own.samples and self.usual else 1.0
 
 
-def recut(loader: Iterable[Any], shares: Shares) -> Iterator[Any]:
-    """The samples of a loader in batches of `shares.next_size()` samples. The last batch has the rest."""
-    waiting: list[Any] = []  # batches, and parts of them
-    num = 0
-    for batch in loader:
+class Recut:
+    """The samples of a loader in batches of `shares.next_size()` samples. The last batch has the rest, and so has one
+    after which samples come only when other workers are done with their files."""
+
+    def __init__(self, loader: Iterable[Any], shares: Shares) -> None:
+        self._source, self._shares = iter(loader), shares
+        self._waiting: list[Any] = []  # batches, and parts of them
+        self._num = 0  # samples in them
+        self._num_taken = 0  # batches of the loader
+        self._used_up = deque([0])  # how many of the loader's: before the batches that are in use, and after each
+        self._is_over = False
+
+    def __iter__(self) -> Recut:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch. All batches before it have been used."""
+        while (found := self.look_ahead(0)) is HELD:
+            self._add(next(self._source, END))
+        if found is END:
+            raise StopIteration
+        return found
+
+    def look_ahead(self, num_kept: int) -> Any:
+        """The next batch, END or HELD. The last `num_kept` batches before it stay in use."""
+        while len(self._used_up) > num_kept + 1:
+            self._used_up.popleft()
+        while not self._num or self._num < self._shares.next_size():
+            found = END if self._is_over else look_ahead(self._source, self._num_taken - self._used_up[0])
+            if found is END:
+                self._is_over = True
+            if is_batch(found):
+                self._add(found)
+            elif self._num:
+                return self._cut(self._num)
+            else:
+                return found
+        return self._cut(self._shares.next_size())
+
+    def _add(self, batch: Any) -> None:
+        if batch is END:
+            self._is_over = True
+            return
         size = num_samples_of(batch)
-        shares.usual = shares.usual or size
-        waiting.append(batch)
-        num += size
-        while num >= (wanted := shares.next_size()):
-            whole = joined(waiting)
-            yield whole if num == wanted else part_of(whole, 0, wanted)
-            waiting = [part_of(whole, wanted, num)] if num > wanted else []
-            num -= wanted
-    if num:
-        yield joined(waiting)
+        self._shares.usual = self._shares.usual or size
+        self._waiting.append(batch)
+        self._num += size
+        self._num_taken += 1
+
+    def _cut(self, num: int) -> Any:
+        whole = joined(self._waiting)
+        batch = whole if num == self._num else part_of(whole, 0, num)
+        self._waiting = [part_of(whole, num, self._num)] if num < self._num else []
+        self._num -= num
+        self._used_up.append(self._num_taken - len(self._waiting))
+        return batch
 
 
 def num_samples_of(batch: Any) -> int:

@@ -14,6 +14,7 @@ from torchfleet.api.hybrid.exchange_choice import network_device
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.hybrid.kept_network import KeptNetwork
 from torchfleet.api.hybrid.meeting_place import Gather, join_group
+from torchfleet.base.errors import DataError
 from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.meeting.attendance import Attendance
@@ -63,10 +64,17 @@ class HybridWorker:
 
     def agreed(self, loader: Iterable[Any]) -> Iterable[Any]:
         """The batches of a loop. In training, all loops end as soon as one worker has no batch left; in prediction,
-        each ends by itself.
+        each ends by itself. Raises DataError for files that the workers take from one list: they would wait for each
+        other.
         """
         if self._agreement is None or not (torch.is_grad_enabled() and self._model.training):
             return loader
+        if getattr(loader, "is_shared", False):
+            raise DataError(
+                "set_filelist(dynamic=True) gives workers different numbers of batches, and hybrid mode whose workers "
+                "exchange the network as ranks of torch.distributed needs all of them in every step. Set "
+                "a_sync_configs['exchange']='servers', or give each worker files of its own: fleet.split_files"
+            )
         return self._agreement.batches(loader)
 
     def begin_lookup(self) -> None:

@@ -129,7 +129,8 @@ class QuorumRounds(ServerRounds):
         if not is_missed:
             self.told, self.workers = decided.told, decided.members
             self.newcomers = list(decided.entering) if decided.sender == self.worker else []
-            self.leaves_copy = decided.leaver == self.worker
+            self.is_behind = self._own.samples == 0 and any(own.samples != 0 for own in self.told.values())
+            self.leaves_copy = decided.leaver == self.worker and not self.is_behind
 
 
 def _mean(reply: Sequence[Array]) -> Floats:

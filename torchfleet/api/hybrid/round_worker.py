@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from torchfleet.api.hybrid.dense_network import DenseNetwork
-from torchfleet.api.hybrid.even_shares import Shares, recut
+from torchfleet.api.hybrid.even_shares import Recut, Shares
 from torchfleet.api.hybrid.exchange_choice import network_device
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.hybrid.hybrid_worker import HybridWorker
@@ -20,8 +21,10 @@ from torchfleet.api.hybrid.server_average import ServerAverage
 from torchfleet.api.hybrid.server_rounds import ServerRounds
 from torchfleet.base.errors import StrategyError, WorkerMissing
 from torchfleet.base.monitor.notices import tell
+from torchfleet.base.monitor.stop_request import stop_request
 from torchfleet.base.role.role_info import LOSS_END, RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.data.file_passes import END, HELD, is_batch, look_ahead
 from torchfleet.ps.net.wire import Array
 from torchfleet.ps.worker.batch.sample_count import SampleCount
 from torchfleet.ps.worker.client.client import Client
@@ -29,7 +32,7 @@ from torchfleet.ps.worker.peers import Workers
 
 _MARGIN = 2.0  # seconds beyond the time-out of a worker that may have been lost while it sent the network
 _MOST_TRIES = 5  # to get the network from another worker
-_END: Any = object()
+_PAUSE, _MAX_PAUSE = 0.02, 1.0  # seconds between two questions for the others' network; the pause doubles
 
 
 class RoundWorker(HybridWorker):
@@ -52,7 +55,7 @@ class RoundWorker(HybridWorker):
         self._others = Workers(own_client, info.worker_index, info.num_workers, settings.sync_timeout)
         self._model, self._client, self._own_client, self._is_first = model, client, own_client, info.worker_index == 0
         self._is_apart = info.on_worker_loss != LOSS_END or configs.quorum > 0
-        self.rounds = _rounds(settings, info, own_client, self._is_apart)
+        self.rounds = _rounds(settings, info, own_client)
         samples = SampleCount(model, info.worker_index) if settings.sync_mean == "samples" else None
         self._average = ServerAverage(settings, self.rounds, samples, self._enter)
         world = LoneWorld(info, settings, network_device(plan))
@@ -66,34 +69,78 @@ class RoundWorker(HybridWorker):
         optimizer.join(self._network)
 
     def agreed(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The batches of a loop. In training, the loops of all workers end together; each ends by itself if workers
-        may be lost or rounds have a quorum.
+        """The batches of a loop. In training, a worker without a batch leaves the rounds, and the others go on; the
+        loops of all workers end together, or each by itself if workers may be lost or rounds have a quorum.
         """
         if not (torch.is_grad_enabled() and self._model.training):
             return loader
-        source = loader if self._shares is None else recut(loader, self._shares)
-        return Loop(self, iter(source))
+        return RoundLoop(self, iter(loader) if self._shares is None else Recut(loader, self._shares))
 
-    def all_have_one(self, batch: Any) -> bool:
-        """Whether all workers have a first batch. All workers call it together."""
-        flags = self._others.gather("hybrid loop", b"0" if batch is _END else b"1")
-        return b"0" not in flags
+    def has_any_one(self, batch: Any) -> bool:
+        """Whether any worker has a first batch. Workers whose loops end together call it together."""
+        if self.is_apart:
+            return True
+        flags = self._others.gather("hybrid loop", b"1" if is_batch(batch) else b"0")
+        return b"1" in flags
+
+    def stand_aside(self, is_new: bool) -> None:
+        """There is no batch for this worker at present: the others do not wait for it in rounds from now on.
+
+        `is_new`: it has had none in this loop. The others then wait for it at the entrance, if all workers begin
+        together: in every loop, or (if workers may be lost) before the first round.
+        """
+        rounds, is_elastic = self.rounds, self._info.is_elastic
+        is_awaited = not rounds.num_made and not is_elastic if self._is_apart else is_new
+        if rounds.is_in or is_awaited:
+            self._average.give_nothing()
+            self._leave_copy()
+
+    def end_loop(self, is_new: bool) -> None:
+        """This worker's batches have ended: leave the rounds. If the loops of all workers end together, wait for the
+        others, and take their network."""
+        self.batch_given(False)
+        if self.rounds.is_in and self.rounds.is_end:
+            return
+        self.stand_aside(is_new)
+        if not self.is_apart and not self.rounds.is_in and (self.rounds.workers or self.rounds.is_behind):
+            self._take_others_network()
+
+    def _take_others_network(self) -> None:
+        """Wait until the last of the other workers has left the rounds, and take the network that it leaves."""
+        pause = _PAUSE
+        while not (copy := self.rounds.newer_copy()):
+            server = self._own_client.stats()[0]
+            lost = [worker["worker"] for worker in server["workers"] if worker["is_lost"]]
+            if lost:
+                raise WorkerMissing(
+                    f"hybrid mode: worker {self._info.worker_index} has no more batches and waits for the others' "
+                    f"network, and no heartbeat comes from worker {', '.join(map(str, lost))}. Look at its log."
+                )
+            if stop_request.was_seen() or not set(server["members"]["expected"]) - {self._info.worker_index}:
+                return  # the others have made their last step, outside of such a loop
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE)
+        self._copy.restore_pieces(copy)
 
     def step_made(self) -> None:
         """Send the network to workers that join, and copy it to the servers from time to time."""
         self._send_network()
-        if self.rounds.leaves_copy:
-            self.rounds.leaves_copy = False
-            number = self.rounds.number - 1
-            self._own_client.leave_network(number, [piece[0] for piece in self._copy.pieces(number, [])])
+        self._leave_copy()
         if self._shares is not None:
             self._shares.note(self.rounds.told)
         if not self.rounds.is_missed:
             super().step_made()
 
+    def _leave_copy(self) -> None:
+        """If this worker is the last one to leave the rounds, leave its network with the servers."""
+        if self.rounds.leaves_copy:
+            self.rounds.leaves_copy = False
+            number = self.rounds.number - 1
+            self._own_client.leave_network(number, [piece[0] for piece in self._copy.pieces(number, [])])
+
     def put_network(self) -> None:
         """Copy the newest network to the servers: this worker's or, if others went on after it left, theirs."""
-        if self._is_apart and not self.rounds.is_in and self.rounds.num_made:
+        if not self.rounds.is_in and self.rounds.num_made:
             copy = self.rounds.newer_copy()
             if copy:
                 self._copy.restore_pieces(copy)
@@ -173,54 +220,59 @@ class RoundWorker(HybridWorker):
 
     @property
     def is_apart(self) -> bool:
-        """Whether a worker whose batches end leaves the rounds, and the others go on without it."""
+        """Whether the loop of each worker ends by itself."""
         return self._is_apart
 
 
-class Loop:
+class RoundLoop:
     """The batches of one training loop, read one ahead, so that the last batch is known when the loop gets it."""
 
     def __init__(self, worker: RoundWorker, source: Iterator[Any]) -> None:
         self._worker, self._source = worker, source
-        self._ahead = next(source, _END)
+        self._ahead = look_ahead(source, 0)
         self._num_read = self._num_given = 0
-        self._first_round = worker.rounds.num_made
-        if not worker.is_apart and not worker.all_have_one(self._ahead):
-            self._ahead = _END
+        self._is_new = True  # this worker has taken no part in rounds in this loop
+        self._is_over = not worker.has_any_one(self._ahead)
 
-    def __iter__(self) -> Loop:
+    def __iter__(self) -> RoundLoop:
         return self
 
     def __next__(self) -> Any:
-        batch = self._ahead
-        if batch is _END:
+        """The next batch. All batches before it have been trained."""
+        if self._ahead is HELD:
+            if not self._is_over:
+                self._worker.stand_aside(self._is_new)
+                self._is_new = False
+            self._ahead = next(self._source, END)
+        if self._ahead is END:
+            if not self._is_over:
+                self._is_over = True
+                self._worker.end_loop(self._is_new)
             raise StopIteration
-        self._ahead = next(self._source, _END)
+        self._is_over = self._is_new = False
+        return self._take()
+
+    def ready(self) -> Any | None:
+        """The next batch, while the one before it is in use; None if there is none at present."""
+        return self._take() if is_batch(self._ahead) else None
+
+    def given(self) -> None:
+        """Called when the training loop gets a batch."""
+        self._num_given += 1
+        self._worker.batch_given(self._ahead is END and self._num_given == self._num_read)
+
+    def _take(self) -> Any:
+        batch = self._ahead
         self._num_read += 1
+        self._ahead = look_ahead(self._source, self._num_read - self._num_given + 1)
         return batch
 
-    def goes_on(self) -> bool:
-        """Whether the training loop gets another batch. Called before each of them."""
-        rounds = self._worker.rounds
-        if not self._worker.is_apart and rounds.num_made > self._first_round and rounds.ended:
-            ended = ", ".join(map(str, rounds.ended))
-            left = self._num_read - self._num_given + (self._ahead is not _END)
-            print(
-                f"fleet.prefetch: worker {rounds.worker} stops after {self._num_given} batches, because worker {ended} "
-                f"has no more; at least {left} more batch{'es are' if left > 1 else ' is'} left unused",
-                flush=True,
-            )
-            return False
-        self._num_given += 1
-        self._worker.batch_given(self._ahead is _END and self._num_given == self._num_read)
-        return True
 
-
-def _rounds(settings: DistributedStrategy, info: RoleInfo, client: Client, is_apart: bool) -> ServerRounds:
+def _rounds(settings: DistributedStrategy, info: RoleInfo, client: Client) -> ServerRounds:
     """Raises StrategyError if the quorum does not fit the job."""
     timeout, configs = settings.sync_timeout + settings.rpc_timeout, settings.a_sync_configs
     if not configs.quorum:
-        return ServerRounds(client, info.worker_index, timeout, is_apart)
+        return ServerRounds(client, info.worker_index, timeout)
     if configs.quorum > info.num_workers:
         raise StrategyError(
             f"a_sync_configs['quorum']={configs.quorum}: a round would wait for more workers than the job has, which "
@@ -231,7 +283,7 @@ def _rounds(settings: DistributedStrategy, info: RoleInfo, client: Client, is_ap
             f"a_sync_configs['quorum']={configs.quorum} and gradient_merge=True: a worker that is late would gather "
             "gradients of two networks. Leave one of them out."
         )
-    rounds = QuorumRounds(client, info.worker_index, timeout, is_apart)
+    rounds = QuorumRounds(client, info.worker_index, timeout)
     rounds.quorum, rounds.max_age = configs.quorum, configs.quorum_max_age
     return rounds
 

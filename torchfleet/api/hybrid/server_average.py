@@ -69,6 +69,16 @@ class ServerAverage(GradientAverage):
                 "DistributedStrategy(gradient_merge=True) to gather the gradients of several batches."
             )
 
+    def give_nothing(self) -> None:
+        """Take part in a round without a batch, and leave. The others do not wait for this worker from then on."""
+        if not self.rounds.is_in:
+            self._begin_round()
+        own = Told(0.0, 0.0, True, [float(group["lr"]) for group in self._groups])
+        for bucket in self._buckets:
+            self.rounds.give(np.zeros(sum(parameter.numel() for parameter in bucket), np.float32), own)
+        if self._buckets:
+            self.rounds.finish()
+
     def close(self) -> None:
         """Stop averaging. The hooks on the parameters stay, and do nothing."""
         self.is_needed = self._is_open = False

@@ -26,7 +26,7 @@ _ONE_SERVER = 1 << 12  # numbers of a bucket that go to one server: a message co
 class Told(msgspec.Struct, array_like=True):
     """What a worker reports with its gradients."""
 
-    samples: float | None = None
+    samples: float | None = None  # 0: the worker has no batch, and gives zeros
     seconds: float = 0.0
     is_last: bool = False
     rates: list[float] = []
@@ -38,6 +38,7 @@ class Made(msgspec.Struct):
     workers: list[int]
     told: dict[int, Told] = {}
     entering: list[int] = []
+    leaving: list[int] = []
 
 
 class Entered(msgspec.Struct):
@@ -64,11 +65,11 @@ class ServerRounds:
     client: Client
     worker: int
     timeout: float
-    is_apart: bool  # True: a worker without another batch leaves, and the others go on; False: all loops end
     number: int = 0
     workers: list[int] = field(default_factory=list)  # that take part in the next round
     is_in: bool = False  # whether this worker takes part in the next round
-    ended: list[int] = field(default_factory=list)  # workers whose last batch was in the last round
+    is_end: bool = False  # the last batches of all workers were in the last round
+    is_behind: bool = False  # this worker gave no samples to the last round, and does not step by its mean
     told: dict[int, Told] = field(default_factory=dict)  # by worker of the last round
     newcomers: list[int] = field(default_factory=list)  # to whom this worker sends the network, after its step
     is_missed: bool = (
@@ -95,12 +96,12 @@ class ServerRounds:
         return found, copy
 
     def newer_copy(self) -> list[Array]:
-        """The copy of the network that others have left since this worker's last round; empty if there is none."""
+        """The copy of the network that others have left since this worker's last step; empty if there is none."""
         head, *copy = self.client.enter(0, self.timeout)
         found = unpack(head, Entered)
-        if found.round < self.number:
+        if found.round < self.number - self.is_behind:
             return []
-        self.number = found.round + 1
+        self.number, self.is_behind = found.round + 1, False
         return copy
 
     def begin(self, number: int, workers: Sequence[int]) -> None:
@@ -139,7 +140,13 @@ class ServerRounds:
     @property
     def rates(self) -> list[float]:
         """The learning rates of the last round's first worker, with which all workers step the network."""
-        return self.told[min(self.told)].rates if self.told else []
+        return self.told[self._stepping[0]].rates if self.told else []
+
+    @property
+    def _stepping(self) -> list[int]:
+        """The workers that step by the mean of the last round: those that gave samples. All of them, if none did: then
+        the mean changes nothing."""
+        return sorted(worker for worker, own in self.told.items() if own.samples != 0) or sorted(self.told)
 
     def _again(self, part: Part, workers: list[int]) -> Floats:
         self.num_again += 1
@@ -149,13 +156,13 @@ class ServerRounds:
     def _end(self, common: list[int], first: Made) -> None:
         """Note who takes part in the next round. All workers come to the same result."""
         self.told = {worker: first.told[worker] for worker in common if worker in first.told}
-        self.ended = [worker for worker, own in self.told.items() if own.is_last]
-        leaving = set(self.ended) if self.is_apart else set()
-        staying = sorted(set(common) - leaving)
+        staying = sorted(set(common) - set(first.leaving))
+        self.is_end = not first.leaving and all(own.is_last for own in self.told.values())
+        self.is_behind = self.worker not in self._stepping
         self.workers = sorted({*staying, *first.entering})
         self.is_in = self.worker in staying
         self.newcomers = list(first.entering) if staying and self.worker == staying[0] else []
-        self.leaves_copy = not staying and self.worker == common[0]
+        self.leaves_copy = not staying and self.worker == self._stepping[0]
         self.number += 1
         self.num_made += 1
 

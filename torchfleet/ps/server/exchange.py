@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -133,8 +134,10 @@ def _make_if_complete(state: State, bucket: int) -> None:
     if bucket == 0:
         bodies = {worker: present.bodies[worker] for worker in present.workers}
         told["told"] = {w: [body.samples, body.seconds, body.is_last, body.rates] for w, body in bodies.items()}
-        leaving = {w for w, body in bodies.items() if body.is_last} if meetings.members.on_loss != LOSS_END else set()
-        told["entering"] = meetings.entrance.admit(present.workers, leaving)
+        leaving = _leaving(state, bodies)
+        told["leaving"] = sorted(leaving)
+        with_samples = [worker for worker, body in bodies.items() if body.samples != 0]
+        told["entering"] = meetings.entrance.admit(present.workers, leaving, holders=with_samples or None)
     for request, answer in meetings.rounds.make(bucket, told):
         state.finish(request, answer)
     if bucket == 0:
@@ -142,6 +145,17 @@ def _make_if_complete(state: State, bucket: int) -> None:
         following = {"round": present.number + 1, "workers": sorted(meetings.entrance.members), "holders": holders}
         for request, answer in meetings.entrance.answer(told["entering"], following):
             state.finish(request, answer)
+
+
+def _leaving(state: State, bodies: Mapping[int, ExchangeBody]) -> set[int]:
+    """The workers that take no part in the next round: those without a further batch.
+
+    If the last batches of all workers of the job are in one round, none leaves: they begin their next loop together.
+    """
+    ended = {worker for worker, body in bodies.items() if body.is_last}
+    members = state.meetings.members
+    is_together = members.on_loss == LOSS_END and ended >= members.expected(state.num_workers)
+    return set() if is_together and all(body.samples != 0 for body in bodies.values()) else ended
 
 
 def _begin_if_complete(state: State) -> None:

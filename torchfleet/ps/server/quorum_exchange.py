@@ -82,7 +82,8 @@ def _make(state: State) -> None:
     bodies = {w: unpack(quorum.waiting[w].message.arrays[0], ExchangeBody, MAX_BODY) for w in on_time}
     leaving = {worker for worker, body in bodies.items() if body.is_last}
     staying = [worker for worker in on_time if worker not in leaving]
-    entering = entrance.admit(on_time, leaving, quorum.behind(entrance.members - members.absent))
+    holders = [worker for worker in on_time if bodies[worker].samples != 0] or on_time
+    entering = entrance.admit(on_time, leaving, quorum.behind(entrance.members - members.absent), holders)
     told: dict[str, Any] = {
         "round": number,
         "told": {w: [body.samples, body.seconds, body.is_last, body.rates] for w, body in bodies.items()},
@@ -92,7 +93,7 @@ def _make(state: State) -> None:
     if staying:  # in turn, so that no worker sends the network more often than others
         told["sender"] = staying[number % len(staying)]
     if not entrance.members:
-        told["leaver"] = on_time[0]
+        told["leaver"] = holders[0]
     for request, answer in quorum.make(told, entering):
         state.finish(request, answer)
     following = {"round": number + 1, "workers": sorted(entrance.members), "holders": staying}

@@ -51,15 +51,22 @@ class Entrance:
         if number > self.left_after and not self.members:
             self.left, self.left_after, self._hold = copy, number, hold
 
-    def admit(self, made: Collection[int], ended: Collection[int], behind: Collection[int] = ()) -> list[int]:
+    def admit(
+        self,
+        made: Collection[int],
+        ended: Collection[int],
+        behind: Collection[int] = (),
+        holders: Collection[int] | None = None,
+    ) -> list[int]:
         """Note that the workers `made` have made a round. Of these, `ended` leave; late workers `behind` will get its
-        mean, and stay. Returns the workers that enter now.
+        mean, and stay. `holders`: those that step the network by its mean; None: all. Returns the workers that enter
+        now.
 
         No worker enters if all of `made` leave, because they could not send it the network.
         """
         staying = set(made) - set(ended)
         entering = sorted(self.waiting) if staying else []
-        self.holders, self.members = set(made), {*staying, *behind, *entering}
+        self.holders, self.members = set(made if holders is None else holders), {*staying, *behind, *entering}
         self.left, self._hold = [], None  # an older network
         return entering
 

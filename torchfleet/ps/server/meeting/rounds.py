@@ -34,7 +34,7 @@ class ExchangeBody(msgspec.Struct, forbid_unknown_fields=True):
     round: int  # numbers the rounds of the job from 1 on
     bucket: int
     workers: list[int]  # that the sender counts in this round; with `again`, whose parts it asks for
-    samples: float | None = None  # behind the gradients; None: not known
+    samples: float | None = None  # behind the gradients; None: not known; 0: the sender has no batch at present
     seconds: float = 0.0  # that the sender computed for this round
     is_last: bool = False  # the sender has no batch after this one
     rates: list[float] = []  # the sender's learning rates of the network
@@ -68,7 +68,11 @@ class Round:
 
 
 def mean_of(parts: list[tuple[npt.NDArray[np.float32], float | None]]) -> npt.NDArray[np.float32]:
-    """Σ nᵢ·gᵢ / Σ nᵢ in float32, in the order given; the plain mean if a number is unknown, or all are the same."""
+    """Σ nᵢ·gᵢ / Σ nᵢ in float32, in the order given; the plain mean if a number is unknown, or all are the same.
+
+    Parts of 0 samples, of workers without a batch, count for nothing.
+    """
+    parts = [part for part in parts if part[1] != 0] or parts
     numbers = [number for _, number in parts if number is not None]
     total: npt.NDArray[np.float32] = np.zeros_like(parts[0][0])
     if len(numbers) < len(parts) or len(set(numbers)) == 1:
@@ -78,8 +82,7 @@ def mean_of(parts: list[tuple[npt.NDArray[np.float32], float | None]]) -> npt.ND
         return total
     num_samples = sum(numbers)
     for (values, _), number in zip(parts, numbers, strict=True):
-        if number:
-            total += values * np.float32(number / num_samples)
+        total += values * np.float32(number / num_samples)
     return total
 
 

@@ -96,7 +96,7 @@ class LookingAhead:
         iterator = iter(self.agreed(loader))
         # A dataset's iterator yields None if it would have to wait.
         ready = getattr(iterator, "ready", lambda: next(iterator, None))
-        goes_on = getattr(iterator, "goes_on", lambda: True)  # of hybrid mode: other workers may end the loop
+        given = getattr(iterator, "given", lambda: None)  # of hybrid mode: the others learn which batch is the last
         ahead: deque[tuple[Any, Batch | None]] = deque()
         current = None
         try:
@@ -105,8 +105,9 @@ class LookingAhead:
                     item = next(iterator, _END)
                     ahead.append((item, self._foresee(item)))
                 item, batch = ahead.popleft()
-                if item is _END or not goes_on():
+                if item is _END:
                     return
+                given()
                 if self.caches and batch is not None and not batch.cached:  # its ids could not be predicted then
                     batch = self._foresee(item)
                 wanted = self._num_ahead(len(ahead))
