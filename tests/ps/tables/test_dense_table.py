@@ -139,8 +139,8 @@ def test_add_moves_the_weights_by_a_difference_and_no_rule_is_applied():
     assert table.get(0, 3).tolist() == [2, 3, 4]
     assert not table._states.any()
     assert table.step == 2
-    refused(table, naming("NaN", 1), lambda: table.add(NO_KEYS, np.array([0, np.nan, 0], np.float32)))
-    refused(table, naming(3, 4), lambda: table.add(NO_KEYS, np.ones(4, np.float32)))
+    refused(table, naming("NaN", 1), lambda: table.check_add(NO_KEYS, np.array([0, np.nan, 0], np.float32)))
+    refused(table, naming(3, 4), lambda: table.check_add(NO_KEYS, np.ones(4, np.float32)))
 
 
 def test_gradients_over_a_messages_memory_are_taken():

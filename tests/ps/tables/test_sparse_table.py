@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import ExitStack
 from unittest import mock
@@ -30,6 +31,16 @@ from torchfleet.ps.worker.client.shard import shard
 ROOM = 1 << 20
 UNIFORM = Initializer("uniform", -1.0, 1.0)
 LARGEST = 2**64 - 1
+
+
+def added(table, keys, deltas):
+    table.check_add(keys, deltas)
+    table.add(keys, deltas)
+
+
+def called(table, call):
+    """The method of this name, which checks what it is given."""
+    return functools.partial(added, table) if call == "add" else getattr(table, call)
 
 
 def make_table(max_bytes: int = ROOM, **fields) -> SparseTable:
@@ -221,9 +232,18 @@ def test_arrays_over_a_messages_memory_are_taken_and_not_written_to(name):
 
 def test_add_moves_values_by_the_sum_of_differences_and_no_rule_is_applied():
     table = make_table(dim=1, rule=Rule("adagrad"), initializer=Initializer("constant", 10.0))
-    table.add(as_keys(1, 2, 1), as_rows([3], [-1], [4]))
+    added(table, as_keys(1, 2, 1), as_rows([3], [-1], [4]))
     assert contents(table) == {1: [17, 0], 2: [9, 0]}
     assert table.step == 1
+
+
+def test_differences_are_checked_once_and_raise_the_bounds_once():
+    """After a thousand pushes of differences the bound is that of their sum."""
+    table = make_table(dim=1, initializer=Initializer("constant", 0.0))
+    for _ in range(1000):
+        added(table, as_keys(1), as_rows([1]))
+    assert contents(table)[1][0] == 1000
+    assert table.bounds._held[0] <= 2001
 
 
 def test_absent_gives_the_keys_without_a_row():
@@ -446,7 +466,7 @@ FIVE_NEW = as_keys(0, 10, 11, 12, 13, 14, 10)
     [
         lambda table: table.pull(FIVE_NEW),
         lambda table: table.push(FIVE_NEW, np.ones((7, 2), np.float32)),
-        lambda table: table.add(FIVE_NEW, np.ones((7, 2), np.float32)),
+        lambda table: added(table, FIVE_NEW, np.ones((7, 2), np.float32)),
         lambda table: table.assign(FIVE_NEW, np.ones((7, 2), np.float32)),
     ],
     ids=["pull", "push", "add", "assign"],
@@ -484,7 +504,7 @@ def test_a_batch_with_nan_or_infinity_is_refused_whole_and_the_key_is_named(call
     block = np.ones((3, 2), np.float32)
     block[1, 1] = bad
     with pytest.raises(TableError, match=naming("'t'", "NaN", 42, 1, 3)):
-        getattr(table, call)(as_keys(0, 42, 1), block)
+        called(table, call)(as_keys(0, 42, 1), block)
     assert snapshot(table) == before
 
 
@@ -494,7 +514,7 @@ def test_a_block_of_the_wrong_shape_is_refused_and_both_shapes_are_named(call, s
     table = full_table()
     before = snapshot(table)
     with pytest.raises(TableError) as caught:
-        getattr(table, call)(as_keys(0, 42, 1), np.ones(shape, np.float32))
+        called(table, call)(as_keys(0, 42, 1), np.ones(shape, np.float32))
     assert "(3, 2)" in str(caught.value)
     assert str(shape) in str(caught.value)
     assert snapshot(table) == before
@@ -535,7 +555,7 @@ def test_a_table_that_cannot_get_memory_for_more_slots_refuses_the_batch_whole(c
 
     with mock.patch.object(keymap, "Memory", reserve):
         try:
-            getattr(table, call)(keys, *([] if call == "pull" else [grads]))
+            called(table, call)(keys, *([] if call == "pull" else [grads]))
         except TableError:
             assert (contents(table), table.step) == before
 
@@ -627,7 +647,7 @@ class TableMachine(RuleBasedStateMachine):
     def add(self, drawn, data) -> None:
         keys = self.keys(drawn)
         deltas = self.block(data, len(keys))
-        self.table.add(keys, deltas)
+        added(self.table, keys, deltas)
         self.step += 1
         for key, total in zip(*twins.sum_by_key(keys, deltas), strict=True):
             self.rows[int(key)] = self.row(int(key)) + total

@@ -367,3 +367,24 @@ def test_a_full_table_drops_rows(tmp_path: Path):
     shrink = Shrink(delete_after_unseen_days=1.0, max_share=1.0)
     assert [sum(table.shrink(shrink)) for table in both] == [1900, 1900]
     assert rows_of(both[0]) == rows_of(both[1])
+
+
+def test_a_shrink_and_a_look_at_rows_leave_rows_on_disk(tmp_path: Path, tiny: None) -> None:
+    """A shrink reads them twice, since it counts first, and brings only those into memory that it drops."""
+    spec = msgspec.structs.replace(PLAIN, shrink=Shrink(delete_after_unseen_days=1))
+    plain, tiered = pair(tmp_path, spec)
+    keys = np.arange(3000, dtype=np.uint64)
+    for table in (plain, tiered):
+        for start in range(0, 3000, 100):
+            table.clock.set(1_000_000 if start < 300 else 2_000_000)
+            table.look_up(keys[start : start + 100])
+    before = tiered.tiers.num_read
+    there, values = tiered.present(keys)
+    assert there.all()
+    assert np.array_equal(values, plain.present(keys)[1])
+    cold = tiered.tiers.cold.num_live
+    assert 2000 < cold <= 3000
+    moved = tiered.tiers.num_read - before
+    assert [sum(table.shrink(spec.shrink)) for table in (plain, tiered)] == [300, 300]
+    assert tiered.tiers.num_read - before - moved <= 600
+    assert rows_of(plain) == rows_of(tiered)

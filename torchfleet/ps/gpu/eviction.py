@@ -72,9 +72,12 @@ def row_limit(spec: TableSpec, policy: Shrink, width: int) -> int | None:
         limits.append(policy.max_bytes // (4 * width + DIRECTORY_BYTES))
     if not limits:
         return None
+    if min(limits) < spec.num_shards:  # alike on all ranks, which would otherwise wait for those that raised
+        raise TableError(
+            f"table '{spec.name}': max_rows or max_bytes allows {min(limits)} rows, fewer than its {spec.num_shards} "
+            "ranks: raise it"
+        )
     start, stop = shard_range(min(limits), spec.shard, spec.num_shards)
-    if stop == start:
-        raise TableError(f"table '{spec.name}': max_rows or max_bytes allows {min(limits)} rows: raise it")
     return stop - start
 
 

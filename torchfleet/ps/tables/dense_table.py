@@ -189,7 +189,6 @@ class DenseTable(Table):
 
     def add(self, keys: Keys, deltas: Floats) -> None:
         """As Table.add: weights ← weights + delta."""
-        self.check_add(keys, deltas)
         self.step += 1
         self._weights += deltas.reshape(-1)
         if self.watch is not None:

@@ -11,7 +11,7 @@ from torchfleet.base.errors import TableError
 from torchfleet.ps.tables.policies.admission import Candidates
 from torchfleet.ps.tables.policies.capacity import least_recent, row_limit
 from torchfleet.ps.tables.policies.decisions import Decisions
-from torchfleet.ps.tables.rows.keymap import Keys, Rows
+from torchfleet.ps.tables.rows.keymap import Keys
 from torchfleet.ps.tables.rows.keyrange import KeyRange
 from torchfleet.ps.tables.rows.row_statistics import Columns
 from torchfleet.ps.tables.rowstore import RowStore
@@ -57,8 +57,9 @@ def shrink(table: RowStore, policy: Shrink) -> Iterator[int]:
     where = parse(policy.where, EVICTION_NAMES) if policy.where is not None else None
     if _looks_at_rows(policy) and policy.max_share < 1:
         yield from _check_share(table, policy, where, now)
-    for rows in table.slices(SLICE) if _looks_at_rows(policy) else ():
-        yield _drop(table, table.index.alive(rows[_victims(table, rows, policy, where, now)])[0])
+    if _looks_at_rows(policy):
+        for keys in _victims(table, policy, where, now):
+            yield _drop(table, keys)
     if table.admission is not None and table.admission.candidates is not None:
         yield from _shrink_candidates(table.admission.candidates, table.decisions, policy, now)
     yield from _shrink_to_capacity(table, policy)
@@ -67,12 +68,12 @@ def shrink(table: RowStore, policy: Shrink) -> Iterator[int]:
 def _check_share(table: RowStore, policy: Shrink, where: Expression | None, now: int) -> Iterator[int]:
     """Count the rows to drop before dropping any. Raises TableError if they exceed the share that the policy allows."""
     num = 0
-    for rows in table.slices(SLICE):
-        num += len(table.index.alive(rows[_victims(table, rows, policy, where, now)])[0])
+    for keys in _victims(table, policy, where, now):
+        num += len(keys)
         yield 0
-    if num > max(FEW, policy.max_share * table.index.num_keys):
+    if num > max(FEW, policy.max_share * table.num_rows):
         raise TableError(
-            f"table '{table.spec.name}': this shrink would drop {num:,} of {table.index.num_keys:,} rows, more than "
+            f"table '{table.spec.name}': this shrink would drop {num:,} of {table.num_rows:,} rows, more than "
             f"max_share={policy.max_share:g} of them; nothing was dropped. Check the server's clock ({now} s since "
             "1970). If it is right and these rows should go, allow it: fleet.shrink(..., max_share=1.0), or "
             "shrink=fleet.Shrink(max_share=1.0) of the layer."
@@ -84,20 +85,18 @@ def _looks_at_rows(policy: Shrink) -> bool:
     return any(value is not None for value in asked)
 
 
-def _victims(table: RowStore, rows: Rows, policy: Shrink, where: Expression | None, now: int) -> npt.NDArray[np.bool_]:
-    """Mask of the rows that the policy drops. The value for a row that is not in use is undefined."""
-    columns: Columns = {}
-    if table.statistics is not None:
-        kept = table.statistics.read(rows)
-        columns = table.statistics.values(kept, now)
-    if "norm" in policy.names:
-        columns["norm"] = _norms(table, rows)
-    is_out = _expired(columns, policy, len(rows))
-    if policy.delete_threshold is not None:
-        is_out |= columns["score"] < policy.delete_threshold
-    if policy.min_norm is not None:
-        is_out |= columns["norm"] < policy.min_norm
-    return is_out | where(columns) if where is not None else is_out
+def _victims(table: RowStore, policy: Shrink, where: Expression | None, now: int) -> Iterator[Keys]:
+    """Yield the keys of the rows that the policy drops, of all rows in slices."""
+    for keys, kept, values in table.judged(SLICE, "norm" in policy.names):
+        columns = {} if table.statistics is None else table.statistics.values(kept, now)
+        if values is not None:
+            columns["norm"] = np.sqrt(np.einsum("ij,ij->i", values, values, dtype=np.float64))
+        is_out = _expired(columns, policy, len(keys))
+        if policy.delete_threshold is not None:
+            is_out |= columns["score"] < policy.delete_threshold
+        if policy.min_norm is not None:
+            is_out |= columns["norm"] < policy.min_norm
+        yield keys[is_out | where(columns) if where is not None else is_out]
 
 
 def _expired(columns: Columns, policy: Shrink, num: int) -> npt.NDArray[np.bool_]:
@@ -131,12 +130,6 @@ def _shrink_to_capacity(table: RowStore, policy: Shrink) -> Iterator[int]:
             return
         for keys in least_recent(table, table.index.num_keys - limit, SLICE):
             yield _drop(table, keys) if keys is not None else 0
-
-
-def _norms(table: RowStore, rows: Rows) -> npt.NDArray[np.float64]:
-    values = table.values_at(rows)
-    norms: npt.NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", values, values, dtype=np.float64))
-    return norms
 
 
 def _drop(table: RowStore, keys: Keys) -> int:

@@ -22,7 +22,7 @@ from torchfleet.ps.tables.rows.keymap import KEY_WORDS, KeyMap, Keys, Rows
 from torchfleet.ps.tables.rows.keyrange import KeyRange
 from torchfleet.ps.tables.rows.packed_map import PackedMap
 from torchfleet.ps.tables.rows.row_form import RowForm
-from torchfleet.ps.tables.rows.row_statistics import Statistics, row_columns
+from torchfleet.ps.tables.rows.row_statistics import Columns, Statistics, row_columns
 from torchfleet.ps.tables.rows.tracking import AnyTracking, Tracking
 from torchfleet.ps.tables.settings.clock import Clock
 from torchfleet.ps.tables.settings.spec import Floats, TableSpec
@@ -177,6 +177,14 @@ class RowStore(Table):
             yield tracking.changed(start, stop) if isinstance(tracking, Tracking) else np.arange(start, stop)
             start = stop
 
+    def judged(self, num_rows: int, with_values: bool) -> Iterator[tuple[Keys, Columns, Floats | None]]:
+        """Yield what a shrink decides by, of all rows in slices: (keys, statistics, values or None). Rows may be
+        dropped between two slices."""
+        for some in self.slices(num_rows):
+            keys, at = self.index.alive(some)
+            columns = {} if self.statistics is None else self.statistics.read(at)
+            yield keys, columns, self.values_at(at) if with_values else None
+
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
         """As Table.walk: `cursor` is a row number, or what PackedMap.walk_from returned."""
         keys, at, cursor = self._walk(cursor, num_rows)
@@ -219,7 +227,9 @@ class RowStore(Table):
         at = self._found[: len(keys)]
         if self.index.find(keys, at, num_words) and create:
             if self._capacity is not None:
-                self._capacity.make_room(int((at < 0).sum()), at)
+                missing = keys[at < 0]  # keys may repeat, and get one row each
+                num_new = len(missing) if self._capacity.has_room(len(missing)) else len(unique(missing)[0])
+                self._capacity.make_room(num_new, at)
             self._insert(keys, at, initialise)
         return at
 

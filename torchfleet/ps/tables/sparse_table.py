@@ -237,8 +237,7 @@ class SparseTable(KeyedTable):
         return distinct, grads
 
     def add(self, keys: Keys, deltas: Floats) -> None:
-        """value ← value + delta, for differences learned by another copy of the rows."""
-        self.check_add(keys, deltas)
+        """As Table.add: value ← value + delta."""
         self.step += 1
         keys, deltas = sum_by_key(keys, deltas)
         for start in range(0, len(keys), CHUNK):

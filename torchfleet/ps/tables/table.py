@@ -218,7 +218,8 @@ class Table(ABC):
 
     @abstractmethod
     def add(self, keys: Keys, deltas: Floats) -> None:
-        """One update that adds differences learned by another copy of the values."""
+        """One update that adds differences learned by another copy of the values. `check_add` comes before it, because
+        a message is checked as a whole before any of it is applied."""
 
     def write(self, keys: Keys, values: Floats, are_differences: bool) -> None:
         """Take what a script has written into parameters: values, NaN where it has written none, or differences.

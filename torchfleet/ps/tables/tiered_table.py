@@ -89,7 +89,7 @@ class TieredTable(SparseTable):
     def _pull_stored(self, keys: Keys, create: bool, worker: int | None) -> Floats:
         """A pull that creates no rows leaves the rows where they are."""
         if not create:
-            return self._peek(keys, self._value_words)
+            return self._peek(keys, self._value_words)[0]
         at = self.tiers.bring(keys, self._value_words)
         if self.admission is not None or self.statistics is not None or (at < 0).any():
             return super()._pull_stored(keys, create, worker)
@@ -106,12 +106,13 @@ class TieredTable(SparseTable):
     def pull_rows(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
         """As Table.pull_rows."""
         if not create:
-            return self.form.widened(self._peek(keys, self._row_words))
+            return self.form.widened(self._peek(keys, self._row_words)[0])
         self.tiers.bring(keys, self._row_words)
         return super().pull_rows(keys, create, worker)
 
-    def _peek(self, keys: Keys, num_words: int) -> Floats:
-        """The first words of the rows of these keys, which stay where they are; zeros for a key without a row."""
+    def _peek(self, keys: Keys, num_words: int) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """The first words of the rows of these keys, which stay where they are; zeros for a key without a row. And
+        which keys have a row."""
         out = np.zeros((len(keys), num_words), np.float32)
         at = self.find(keys)
         rows.gather(self.index.store, *self._layout, at, out)
@@ -121,7 +122,9 @@ class TieredTable(SparseTable):
         values = np.zeros((len(distinct), num_words), np.float32)
         values[places >= 0] = self._values(records[:, RECORD_HEAD:])[:, :num_words]
         out[cold] = values[inverse]
-        return out
+        is_there = at >= 0
+        is_there[cold] = (places >= 0)[inverse]
+        return out, is_there
 
     def admit_waiting(self) -> None:
         """As Table.admit_waiting."""
@@ -151,6 +154,11 @@ class TieredTable(SparseTable):
         self.tiers.check_batch(keys)
         self.tiers.bring(keys)
         super().check_add(keys, deltas)
+
+    def add(self, keys: Keys, deltas: Floats) -> None:
+        """As Table.add."""
+        self.tiers.bring(keys)
+        super().add(keys, deltas)
 
     def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """As KeyedTable.assign; more keys than memory holds are assigned in parts."""
@@ -221,8 +229,8 @@ class TieredTable(SparseTable):
 
     def present(self, keys: Keys) -> tuple[npt.NDArray[np.bool_], Floats]:
         """As Table.present; rows on disk stay there."""
-        is_there = ~np.isin(keys, self.absent(keys))
-        return is_there, self.form.widened(self._peek(keys[is_there], self._value_words))
+        values, is_there = self._peek(keys, self._value_words)
+        return is_there, self.form.widened(values[is_there])
 
     def absent(self, keys: Keys) -> Keys:
         """As RowStore.absent; reads rows on disk, which stay there."""
@@ -243,13 +251,11 @@ class TieredTable(SparseTable):
         for keys, words in self.tiers.all_rows.slices(num_rows, since, MOST_WAIT if save else None):
             yield keys, self._values(words), self._columns(words)
 
-    def slices(self, num_rows: int, only_changed: bool = False) -> Iterator[Rows]:
-        """As RowStore.slices: rows on disk are brought into memory, a slice at a time."""
-        step = min(num_rows, self._part)
-        for keys, _ in self.tiers.all_rows.slices(step, 0):
-            for start in range(0, len(keys), step):
-                at = self.tiers.bring(keys[start : start + step])
-                yield np.sort(at[at >= 0])
+    def judged(self, num_rows: int, with_values: bool) -> Iterator[tuple[Keys, Columns, Floats | None]]:
+        """As RowStore.judged; rows on disk stay there."""
+        for keys, words in self.tiers.all_rows.slices(min(num_rows, self._part), 0):
+            values = self.form.widened(np.ascontiguousarray(self._values(words)[:, : self._value_words]))
+            yield keys, self._columns(words), values if with_values else None
 
     def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
         """As Table.walk."""

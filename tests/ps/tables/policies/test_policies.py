@@ -447,3 +447,24 @@ def test_an_error_in_a_slice_is_the_answer_and_the_server_goes_on(monkeypatch: p
                 ask()
         monkeypatch.undo()
         assert client.set_clock(START + 3 * DAY) == {"t": 2}
+
+
+@pytest.mark.parametrize("num_copies", [1, 5, 20])
+def test_a_new_key_that_repeats_takes_the_room_of_one_row(num_copies: int) -> None:
+    table = make_table(shrink=Shrink(max_rows=40))
+    table.look_up(np.arange(40, dtype=np.uint64))
+    keys = np.full(num_copies, 99, np.uint64)
+    table.assign(keys, np.ones((num_copies, table.spec.dim), np.float32))
+    assert table.num_rows == 40
+    assert table.num_evicted == 1
+
+
+def test_what_is_checked_can_be_set_however_often_its_keys_repeat() -> None:
+    table = make_table(shrink=Shrink(max_rows=10))
+    table.look_up(np.arange(10, dtype=np.uint64))
+    keys = np.repeat(np.arange(100, 110, dtype=np.uint64), 4)
+    values = np.ones((len(keys), table.spec.dim), np.float32)
+    table.check_assign(keys, values)
+    table.assign(keys, values)
+    assert table.num_rows == 10
+    assert not len(table.absent(keys))

@@ -69,6 +69,10 @@ class Capacity:
         self._table = table
         self._hand = self._cut = 0
 
+    def has_room(self, num_new: int) -> bool:
+        """Whether this many new rows fit without dropping any."""
+        return self._table.index.num_keys + num_new <= self.max_rows
+
     def make_room(self, num_new: int, in_use: Rows) -> None:
         """Drop rows until `num_new` new rows fit. `in_use`: rows that must stay; negative numbers are ignored. Raises
         TableError if both together exceed the capacity. Does nothing while recorded decisions are followed.
