@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,16 +11,16 @@ from support.fleets import Fleet, SgdOracle, Talk, assert_ok, keys_of, push_arra
 from support.messages import names
 from test_waiting import ROWS, Meeting
 
-from torchfleet.ps.net.wire import NO_CREATE, SYNC, VERSIONS, Array, Command, Role, decode_reply, pack
+from torchfleet.ps.net.wire import NO_CREATE, SYNC, VERSIONS, Array, Command, Reply, Role, decode_reply, pack, unpack
 from torchfleet.ps.server import sliced_pull
-from torchfleet.ps.server.long_work import MAX_QUEUED_OF_ONE
+from torchfleet.ps.server.long_work import MAX_KEPT, MAX_QUEUED_OF_ONE
 from torchfleet.ps.server.meeting import mail
 from torchfleet.ps.server.meeting.mail import Mail, SendBody, TakeBody
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.sliced_pull import SLICE, WHOLE
 from torchfleet.ps.server.state import budgets, work_queue
 from torchfleet.ps.server.state.budgets import MAX_HELD, MAX_WAITING, Budgets
-from torchfleet.ps.tables.settings.policy import CountFilterEntry
+from torchfleet.ps.tables.settings.policy import CountFilterEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.worker.client import client as client_module
 
@@ -189,6 +190,33 @@ def test_inspections_of_one_client_are_queued_up_to_a_bound(server: Server) -> N
     while server.work():
         pass
     assert len(server.tick(time.monotonic())) == MAX_QUEUED_OF_ONE + 1
+
+
+def test_what_only_reads_pushes_out_no_answer_of_a_shrink() -> None:
+    """A repeat of a shrink, whose answer was lost, gets the same answer, whatever was inspected since."""
+    server = Server(1 << 20)
+    talk = Talk(server)
+    spec = TableSpec("rows", dim=1, rule=Rule("sgd", lr=1.0), shrink=Shrink(max_rows=100))
+    talk.create(spec)
+    talk.pull(spec, range(40))
+    shrink = talk.message(
+        Command.SHRINK, pack({"table": "rows", "policy": {"max_rows": 10, "max_share": 1.0}, "token": 1})
+    )
+
+    def asked(message: Any) -> Reply:
+        replies = talk.send(message)
+        while not replies:
+            server.work()
+            replies = [decode_reply(frames) for _, frames in server.tick(time.monotonic())]
+        assert_ok(replies[0])
+        return replies[0]
+
+    first = unpack(asked(shrink).arrays[0], dict)
+    assert first == {"rows": 30}
+    for token in range(2, 2 + MAX_KEPT + 1):
+        asked(talk.message(Command.INSPECT, pack({"table": "rows", "top": 1, "token": token})))
+    assert unpack(asked(shrink).arrays[0], dict) == first
+    assert len(server.state.work.requests) <= 2 * MAX_KEPT
 
 
 class TestLongPulls:

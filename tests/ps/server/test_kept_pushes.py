@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fleets import Talk, assert_ok, keys_of, push_arrays, refusal
+from support.messages import names
 from support.searches import examples
 from test_waiting import ROWS as SGD_ROWS
 from test_waiting import SYNC_TIMEOUT, TIMEOUT, Meeting
@@ -30,6 +31,7 @@ from torchfleet.ps.net.wire import (
     pack,
     unpack,
 )
+from torchfleet.ps.server import sliced_pull
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 
@@ -306,3 +308,29 @@ def test_a_silent_worker_is_given_up() -> None:
         replies = [decode_reply(frames) for _, frames in slow.server.tick(slow.start + now)]
     assert [reply.worker for reply in replies] == [0]
     assert_ok(replies[0])
+
+
+def test_workers_that_wait_in_a_held_push_and_elsewhere_are_a_circle() -> None:
+    meeting = Meeting(3)
+    for talk in meeting.workers:
+        talk.pull(SGD_ROWS, [1], flags=BOUNDED)
+    arrays = [*push_arrays(SGD_ROWS, [1], [[1]]), Array(0, np.array([2], np.uint64))]
+    talk = meeting.workers[0]
+    assert_ok(talk.ask(Command.PUSH, *arrays, once=True, flags=BOUNDED))
+    assert talk.send(talk.message(Command.PUSH, *arrays, once=True, flags=BOUNDED)) == []  # waits for the others
+    assert meeting.barrier(1) == meeting.gather(2) == []
+    told = meeting.later(1.0)
+    assert sorted(worker for worker, _, _ in told) == [0, 1, 2]
+    assert {kind for _, kind, _ in told} == {"WorkerMissing"}
+    assert all(names(text, "worker 0", "max_staleness", "worker 1", "worker 2") for _, _, text in told)
+
+
+def test_a_bounded_pull_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused pull is in no log: a backup would not know that its worker computes."""
+    job = Held()
+    assert job.release(1)
+    before = job.server.state.pushes.bound.export()
+    monkeypatch.setattr(sliced_pull, "MAX_BYTES", 1000)
+    keys = Array(ROWS.number, np.zeros(sliced_pull.WHOLE + 1, np.uint64))
+    assert refusal(job.workers[1].ask(Command.PULL, keys, flags=BOUNDED))[0] == "TableError"
+    assert job.server.state.pushes.bound.export() == before

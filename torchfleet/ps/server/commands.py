@@ -142,12 +142,14 @@ def _pull(state: State, request: Request, create: bool, is_repeat: bool = False)
         _note_hot_keys(state.counters.hot_keys, sections)
     is_long = pulls_long(state, request, sections, create)
     _check_size(sections, message.flags, create, is_long)
-    if message.flags & BOUNDED:
+    is_bounded = bool(message.flags & BOUNDED)
+    if is_bounded:
         check_worker(state, request)
-        if not is_repeat:  # the worker may have pushed since: no other push may wait for it then
-            state.pushes.bound.begin(message.worker)
     if is_long:
-        begin_long_pull(state, request, sections, create, worker)
+        begin_long_pull(state, request, sections, create, worker)  # refuses it before anything has changed
+    if is_bounded and not is_repeat:  # the worker may have pushed since: no other push may wait for it then
+        state.pushes.bound.begin(message.worker)
+    if is_long:
         return None
     reply, num_keys, num_new = [], 0, 0
     for array, (table, keys) in zip(message.arrays, sections, strict=True):

@@ -21,7 +21,7 @@ from torchfleet.ps.tables.settings.policy import MAX_SHARE, Shrink
 from torchfleet.ps.tables.summary import Summary
 from torchfleet.ps.tables.table import Table
 
-MAX_KEPT = 16  # results kept, so that a repeat of the request gets the same answer
+MAX_KEPT = 16  # results of a command that are kept, so that a repeat of the request gets the same answer
 MAX_QUEUED, MAX_QUEUED_OF_ONE = 64, 4  # unfinished requests over whole tables: of all clients, and of one client
 MAX_TOP = 1000
 MAX_WALKED = 1 << 24  # numbers in a reply to WALK: 64 MB
@@ -62,8 +62,10 @@ def in_slices(
     known = state.work.requests[token] = LongRequest(request)
     known.work = guarded(state, known, make(known))
     state.work.slices.append(known.work)
-    done = [key for key, long in state.work.requests.items() if long.result is not None]
-    for key in done[: max(0, len(state.work.requests) - MAX_KEPT)]:
+    command = request.message.command  # INSPECT must not push out the result of a SHRINK, which would run again
+    alike = [(key, long) for key, long in state.work.requests.items() if long.request.message.command == command]
+    done = [key for key, long in alike if long.result is not None]
+    for key in done[: max(0, len(alike) - MAX_KEPT)]:
         del state.work.requests[key]
     return None
 

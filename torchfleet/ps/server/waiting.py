@@ -13,6 +13,7 @@ from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.sync_step import close_sync_step
 
 _STEP = "optimizer.step()"
+_BOUNDED_STEP = f"{_STEP}, which max_staleness holds up"
 _ROUND = "loss.backward(), for the others' gradients"
 _ENTRANCE = "model(...), for the others' network"
 
@@ -147,6 +148,7 @@ def _circle(state: State) -> list[tuple[Request, FleetError]]:
     waiting, state.pushes.step = state.pushes.step, {}
     return [
         *((request, error) for request in waiting.values()),
+        *((request, error) for request in state.pushes.bound.end_waits()),
         *state.meetings.barriers.end_all(error),
         *state.meetings.gatherings.end_all(error),
         *((request, error) for request in end_rounds(state)),
@@ -156,6 +158,7 @@ def _circle(state: State) -> list[tuple[Request, FleetError]]:
 def _places(state: State) -> dict[int, str]:
     """The place where each waiting worker waits."""
     places = dict.fromkeys(state.pushes.step, _STEP)
+    places |= {request.message.worker: _BOUNDED_STEP for request in state.pushes.bound.waiting()}
     for name, worker in state.meetings.barriers.waiting():
         places[worker] = f"barrier '{name}'"
     for name, worker in state.meetings.gatherings.waiting():

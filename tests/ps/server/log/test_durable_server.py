@@ -16,11 +16,12 @@ from support.logged_work import SPECS, Work, make_server, whole_state
 from support.messages import naming
 
 from torchfleet.base.errors import LogError
-from torchfleet.ps.net.wire import Command, Reply, decode_reply, encode, pack
+from torchfleet.ps.net.wire import ERROR, SYNC, Command, Reply, decode_reply, encode, pack
 from torchfleet.ps.server.log import durable_server
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
 from torchfleet.ps.server.log.log_folder import LogFolder
 from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.state import sessions
 
 
 def begun(folder: Path, **options: Any) -> tuple[Server, DurableServer]:
@@ -142,6 +143,30 @@ def test_another_run_goes_on_with_the_rows_and_without_the_workers(tmp_path: Pat
         assert len(server.state.meetings.presence.export()["members"]) == num_members
         assert whole_state(server)["rows"]["ids"] == rows
         durable.close()
+
+
+def test_pushes_that_waited_in_an_earlier_run_keep_no_client_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_CLIENTS", 2)
+    spec = SPECS[0]
+    server, durable = begun(tmp_path, run="a")
+    server.state.num_workers = 2
+    Talk(server, client=9).create(spec)
+    late = Talk(server, client=1)
+    waits = late.message(Command.PUSH, *push_arrays(spec, [1], [[1.0] * spec.dim]), once=True, flags=SYNC)
+    assert durable.handle(b"p", encode(waits), None) == []
+    durable.close()
+    server, durable = going_on(tmp_path, run="b")
+    assert not server.state.pushes.step
+    rows = whole_state(server)["rows"]
+    assert answer(durable, encode(waits)).status != ERROR
+    assert whole_state(server)["rows"] == rows  # a late copy changes nothing
+    for client in (2, 3):
+        push = Talk(server, client=client).message(Command.PUSH, *push_arrays(spec, [1], [[1.0] * spec.dim]), once=True)
+        reply = answer(durable, encode(push))
+        assert reply.status != ERROR, refusal(reply)
+    durable.close()
 
 
 def test_a_job_that_is_over_leaves_no_log(tmp_path: Path) -> None:

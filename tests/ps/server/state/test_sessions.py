@@ -237,3 +237,17 @@ class TestServer:
         finally:
             tracemalloc.stop()
         assert kept < 3_000_000, f"after 30 refused requests of 1 MB the server keeps {kept:,} bytes"
+
+
+def test_a_client_that_waits_for_an_answer_keeps_its_place_and_no_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CLIENTS", 2)
+    known = Sessions()
+    known.begin(1, 1, 1, now=0.0)  # the oldest one, which waits
+    known.begin(2, 1, 1, now=1.0)
+    known.settle(2, 1, Outcome.APPLIED)
+    with pytest.raises(ServerBusy):
+        known.begin(3, 1, 1, now=module.LEASE)
+    assert known.begin(3, 1, 1, now=module.LEASE + 1.0) is Outcome.RUNNING  # in the place of client 2
+    assert known.is_running(1, 1)
+    with pytest.raises(ServerBusy):
+        known.begin(4, 1, 1, now=module.LEASE + 2.0)

@@ -174,7 +174,8 @@ def go_on(
 
 
 def forget_workers(state: State) -> None:
-    """Drop workers, meetings and unfinished long requests, because the log is from another run. Rows and sessions stay.
+    """Drop workers, meetings and unfinished long requests, because the log is from another run. Rows stay, and sessions
+    as those of clients that have left: late copies of their requests change nothing.
 
     The workers of this run start from these rows, as if the server had loaded a saved model.
     """
@@ -183,6 +184,7 @@ def forget_workers(state: State) -> None:
     members = Members(state.num_workers, before.min_workers, before.on_loss)
     state.meetings = Meetings(members, place=state.meetings.place)
     state.pushes = Pushes(num_dropped=state.pushes.num_dropped)
+    state.sessions.end_all()
     state.work.slices.clear()
     state.work.requests = {token: long for token, long in state.work.requests.items() if long.result is not None}
     state.is_stopping = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 from typing import Any
 
 from torchfleet.base.errors import FleetError, ServerBusy, WireError
@@ -118,9 +119,13 @@ class Sessions:
             if session.worker == worker and session.incarnation == incarnation and not session.is_waiting
         ]
         for client, session in gone:
-            session.floor, session.heard = _ALL_SETTLED, -LEASE
-            self._keep(session, {})
+            self._end(session)
             self._sessions.move_to_end(client, last=False)
+
+    def end_all(self) -> None:
+        """All clients have left, as in `leave`. Changes that waited will not be made."""
+        for session in self._sessions.values():
+            self._end(session)
 
     def is_settled(self, client: int, sequence: int) -> bool:
         """Whether this change has been answered, so that a repeat of it changes nothing."""
@@ -150,12 +155,14 @@ class Sessions:
 
     def _make_room(self, now: float) -> None:
         while len(self._sessions) >= MAX_CLIENTS:
-            client, longest = next(iter(self._sessions.items()))
-            if now - longest.heard < LEASE or longest.is_waiting:
+            idle = takewhile(lambda known: now - known[1].heard >= LEASE, self._sessions.items())
+            client = next((client for client, session in idle if not session.is_waiting), None)
+            if client is None:
+                longest = next(iter(self._sessions.values()))
                 raise ServerBusy(
                     f"{MAX_CLIENTS:,} clients are known here, which is the limit; the one idle longest was heard of "
-                    f"{now - longest.heard:.0f} s ago, and is forgotten after {LEASE:g} s. Does something connect anew "
-                    "for every request?"
+                    f"{now - longest.heard:.0f} s ago, and is forgotten after {LEASE:g} s, unless it waits for an "
+                    "answer. Does something connect anew for every request?"
                 )
             self._drop(client)
 
@@ -170,6 +177,10 @@ class Sessions:
         self.num_outcomes -= len(session.outcomes) - len(outcomes)
         session.outcomes = outcomes
         session.reasons = [sequence for sequence in session.reasons if sequence in outcomes]
+
+    def _end(self, session: Session) -> None:
+        session.floor, session.heard = _ALL_SETTLED, -LEASE
+        self._keep(session, {})
 
     def _drop(self, client: int) -> None:
         self.num_outcomes -= len(self._sessions.pop(client).outcomes)
