@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import torch
 from support.cases import each_of
 from support.fleets import ForkedServer
+from support.messages import names
 
 import torchfleet as fleet
 from torchfleet.base.errors import FleetError, ModelError, TableError
@@ -17,6 +21,7 @@ from torchfleet.ps.net.sockets import SocketChannel
 from torchfleet.ps.net.wire import Role
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.ps.tables.settings.storage import TierStorage
+from torchfleet.ps.tables.tiers.cold_file import file_error
 from torchfleet.ps.worker.client.client import Client
 
 NUM_ROWS = 1_000_000  # of which memory holds about seven tenths
@@ -121,3 +126,25 @@ def test_wrong_sizes_of_memory_are_refused(memory: str | int) -> None:
 def test_memory_without_a_folder_is_refused() -> None:
     with pytest.raises(FleetError, match="--table_path"):
         tier_variables("8GB", None)
+
+
+def test_a_job_that_has_ended_holds_no_file_of_cold_rows(tmp_path: Path) -> None:
+    """Not even until garbage is collected: nobody sees the space that a file without a name takes."""
+    folder, kept = tmp_path / "rows", []
+    gc.disable()
+    try:
+        for _ in range(2):
+            train(tmp_path, storage=fleet.Tiered(memory="64MiB", path=folder))
+            files = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
+            kept.append([file for file in files if file.startswith(str(folder))])
+    finally:
+        gc.enable()
+    assert kept == [[], []]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_only_a_full_disk_is_to_be_made_larger(number: int) -> None:
+    text = str(file_error("/disk/rows", "cannot be read", number))
+    assert names(text, "/disk/rows", os.strerror(number))
+    assert names(text, "larger disk") == (number != errno.EIO)
+    assert names(text, "last save or log") == (number == errno.EIO)

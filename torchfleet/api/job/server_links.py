@@ -32,10 +32,16 @@ class ServerLinks:
         var_names: Sequence[str] | None = None,
     ) -> None:
         self._info, self._plan, self._patience = info, plan, patience
+        self._server: Server | None = None
         self.local = self._local_server(dirname, var_names) if info.is_local else None
         self._keys = KeyFolder(info.key_dir) if info.key_dir else None
         self._way = Way(info.key_dir, info.socket_dir, info.address_book)
         self._way.check()
+
+    def close(self) -> None:
+        """The local server's tables are not used afterwards."""
+        if self._server is not None:
+            self._server.state.close_tables()
 
     def connect(self, worker: int | None = None) -> Client:
         """Create a client. `worker`: the worker that the client acts for; by default this one."""
@@ -54,7 +60,7 @@ class ServerLinks:
         return client
 
     def _local_server(self, dirname: str | None, var_names: Sequence[str] | None) -> InProcess:
-        server = Server(num_workers=1)
+        server = self._server = Server(num_workers=1)
         if dirname is not None:
             for spec in self._plan.specs:
                 server.state.add_table(spec)

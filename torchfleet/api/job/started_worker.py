@@ -64,6 +64,7 @@ class StartedWorker:
         self._ends = contextlib.ExitStack()  # cleanup for `abandon`, in reverse order
         patience = patience_with(self.strategy, self.info)
         self._links = ServerLinks(self.info, self._plan, patience, dirname, var_names)
+        self._ends.callback(self._links.close)
         self.first_step = 0  # the worker's first step: in sync mode above 0 after a restart
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
         self._blocks: RemoteBlocks | None = None  # what heter workers compute

@@ -228,6 +228,9 @@ class Table(ABC):
         """
         self.check_write(keys, values, are_differences)
 
+    def close(self) -> None:
+        """Release what the table holds outside of memory. It is not used afterwards."""
+
     def mean(self, pushes: Sequence[tuple[Keys, Floats]]) -> tuple[Keys, Floats]:
         """One push with the mean gradient of several workers' pushes, summed in order: (keys, gradients). The columns
         behind the gradients (shows, clicks) are summed.

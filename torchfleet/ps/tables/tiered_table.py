@@ -278,6 +278,10 @@ class TieredTable(SparseTable):
         if policy.max_rows is not None or policy.max_bytes is not None:
             raise TableError(f"table '{self.spec.name}' has rows on disk: it cannot be shrunk to max_rows or max_bytes")
 
+    def close(self) -> None:
+        """As Table.close: the system then removes the file of cold rows."""
+        self.tiers.cold.close()
+
     def settle(self) -> bool:
         """As Table.settle."""
         return super().settle() or self.tiers.compaction.settle()

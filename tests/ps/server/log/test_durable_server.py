@@ -16,12 +16,14 @@ from support.logged_work import SPECS, Work, make_server, whole_state
 from support.messages import naming
 
 from torchfleet.base.errors import LogError
-from torchfleet.ps.net.wire import ERROR, SYNC, Command, Reply, decode_reply, encode, pack
+from torchfleet.ps.net.wire import ERROR, NO_CREATE, SYNC, Command, Reply, decode_reply, encode, pack
 from torchfleet.ps.server.log import durable_server
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
 from torchfleet.ps.server.log.log_folder import LogFolder
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.state import sessions
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.tables.settings.storage import IN_MEMORY, TierStorage
 
 
 def begun(folder: Path, **options: Any) -> tuple[Server, DurableServer]:
@@ -167,6 +169,44 @@ def test_pushes_that_waited_in_an_earlier_run_keep_no_client_out(
         reply = answer(durable, encode(push))
         assert reply.status != ERROR, refusal(reply)
     durable.close()
+
+
+PLACES = [("one", 64 << 20), ("two", 64 << 20), ("two", 80 << 20), ("", 0)]  # folder and memory of a table's rows
+
+
+@pytest.mark.parametrize("before", PLACES[::3], ids=str)
+@pytest.mark.parametrize("now", PLACES, ids=str)
+def test_a_log_goes_on_wherever_rows_lie_now(tmp_path: Path, before: tuple[str, int], now: tuple[str, int]) -> None:
+    def lying(place: tuple[str, int]) -> TableSpec:
+        folder, memory = place
+        storage = TierStorage(memory, str(tmp_path / folder)) if memory else IN_MEMORY
+        return TableSpec("t", dim=2, rule=Rule("adagrad", lr=0.5), storage=storage)
+
+    def made(place: tuple[str, int]) -> Server:
+        server = Server(1 << 28)
+        server.state.add_table(lying(place))
+        return server
+
+    keys = np.arange(1000, dtype=np.uint64)
+    server = made(before)
+    durable = begin_log(server, Durability(tmp_path / "log", run="a"))
+    talk = Talk(server)
+    create = talk.message(Command.CREATE_TABLE, pack(lying(before)))  # is in the log, too
+    push = talk.message(Command.PUSH, *push_arrays(lying(before), keys, np.ones((1000, 2))), once=True)
+    for message in (create, push):
+        assert answer(durable, encode(message)).status != ERROR
+    held = Talk(server).pull(lying(before), keys, flags=NO_CREATE)
+    durable.close()
+    server.state.close_tables()
+    for _ in range(2):  # and once more from the log that it writes then
+        server = made(now)
+        again = go_on(server, Durability(tmp_path / "log", run="b"), lambda text: None)
+        assert again is not None
+        (table,) = server.state.tables.values()
+        assert table.spec == lying(now)
+        assert np.array_equal(Talk(server).pull(lying(now), keys, flags=NO_CREATE), held)
+        again.close()
+        server.state.close_tables()
 
 
 def test_a_job_that_is_over_leaves_no_log(tmp_path: Path) -> None:

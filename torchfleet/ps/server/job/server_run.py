@@ -197,6 +197,7 @@ class ServerRun:
             is_over = self.durable.is_stopping and not self.server.desertion and not self._is_ended
             self.durable.close(is_over)
             self.durable = None
+        self.server.state.close_tables()
 
     def _why_over(self) -> str:
         if self._is_ended or not self.server.state.num_workers:

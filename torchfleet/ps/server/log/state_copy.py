@@ -220,6 +220,7 @@ class StateImport:
                 f"the state is that of a server for {_described(*kept)}, and this one is for {_described(*own)}: go on "
                 "with the same, or start without the log"
             )
+        state.has_moved = True
         for spec, notes in body.tables:
             state.add_table(spec)
             state.tables[spec.number].restore_notes(notes)

@@ -56,7 +56,7 @@ def _check_server(state: State, worker: int, claims: Claims) -> None:
             )
     tables = {table.spec.name: table.spec for table in state.tables.values()}
     # A stand-alone server has the tables that its workers made; one that runs a script has those of its model.
-    own = _unlike(claims.tables, tables, both=state.meetings.place is not None)
+    own = _unlike(claims.tables, tables, both=state.meetings.place is not None, has_moved=state.has_moved)
     if own:
         raise RoleError(_of_tables(worker, own, "this server has"))
 
@@ -95,14 +95,16 @@ def _text(value: Value | None) -> str:
     return f"'{escaped(value)}'" if isinstance(value, str) else f"{value}"
 
 
-def _unlike(specs: list[TableSpec], known: dict[str, TableSpec], both: bool) -> tuple[str, str, str] | None:
+def _unlike(
+    specs: list[TableSpec], known: dict[str, TableSpec], both: bool, has_moved: bool = False
+) -> tuple[str, str, str] | None:
     """The first table that differs: its name, the worker's description, the known one. `both`: also report a table that
-    only one side has."""
+    only one side has. `has_moved`: rows may lie elsewhere, or in more or less memory."""
     for spec in specs:
         there = known.get(spec.name)
         if there is None and both:
             return spec.name, "it", "none"
-        if there is not None and there != spec:
+        if there is not None and not (there == spec or (has_moved and there.has_rows_of(spec))):
             old, new = differences(there, spec)
             return spec.name, escaped(new, _SHOWN), escaped(old, _SHOWN)
     missing = set(known) - {spec.name for spec in specs} if both else set()

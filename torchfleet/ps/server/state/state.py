@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from torchfleet.base.errors import FleetError, ServerBusy, TableError
 from torchfleet.ps.net.request import Request
 from torchfleet.ps.server.grouped_tables import GroupedTables
@@ -68,6 +70,7 @@ class State:
     finished: list[tuple[Request, Answer | FleetError]] = field(default_factory=list)  # with replies to send
     is_following: bool = False  # the server applies entries of another server, or of its own log
     is_stopping: bool = False
+    has_moved: bool = False  # the state is of a log or of another server: rows may lie elsewhere than processes say
     served: dict[str, Any] | None = None  # of a read-only server: the saved model and the shard that it serves
     has_backup: bool | None = None  # of the primary of a server with replicas; None: no replicas, or it is a backup
     now: Callable[[], float] = _monotonic  # the server's clock
@@ -97,23 +100,37 @@ class State:
     def check_same(self, spec: TableSpec) -> None:
         """Raise TableError unless there is a table with this description."""
         existing = self.table(spec.number)
-        if existing.spec != spec:
-            there, asked = differences(existing.spec, spec)
+        if existing.spec == spec:
+            return
+        there, asked = differences(existing.spec, spec)
+        if not (self.has_moved and existing.spec.has_rows_of(spec)):
             raise TableError(
                 f"table '{existing.spec.name}' exists with {there}, and was asked for with {asked}. All processes of "
                 "a job must build the same model and optimizer; for others start the servers anew, or give the table "
                 "another name."
             )
+        if not self.is_following:
+            self.say(f"table '{spec.name}' stays where it is: {there}; asked for {asked}")
+
+    def close_tables(self) -> None:
+        """Release what tables hold outside of memory. The server is not used afterwards."""
+        for table in self.tables.values():
+            table.close()
 
     def remake_tables(self) -> None:
         """Make all tables anew, empty, and return to the machine's clock."""
         self.clock = Clock()
         self.subscriptions.forget()
+        self.close_tables()
         specs, self.tables = [table.spec for table in self.tables.values()], {}  # frees the old tables' memory first
         self.tables = {spec.number: self._made(spec) for spec in specs}
 
     def _made(self, spec: TableSpec) -> Table:
-        return make_table(spec, self.max_table_bytes, self.clock, default_storage())
+        storage = default_storage()
+        if self.is_following and storage.memory and spec.storage.memory:
+            # from the log of a server, or the state of another one, whose disk this one need not have
+            spec = msgspec.structs.replace(spec, storage=storage)
+        return make_table(spec, self.max_table_bytes, self.clock, storage)
 
     def watch_tables(self) -> None:
         """Let the tables report their changes while there are subscribers, and only then."""

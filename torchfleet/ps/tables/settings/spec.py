@@ -168,6 +168,11 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         """The description of one shard of this table."""
         return msgspec.structs.replace(self, shard=shard, num_shards=num_shards)
 
+    def has_rows_of(self, other: TableSpec) -> bool:
+        """Whether tables of both descriptions have the same rows. Where they lie, and in how much memory, is no part
+        of what they are."""
+        return msgspec.structs.replace(self, storage=other.storage) == other
+
     def in_memory(self, rule: Rule | None = None) -> TableSpec:
         """The description of a table with the same rows for use in one process: unsharded, any id, no policies."""
         return msgspec.structs.replace(

@@ -58,10 +58,13 @@ class PageReader:
 
 
 def file_error(folder: str, what: str, number: int) -> TableError:
-    return TableError(
-        f"the file of cold rows in {folder} {what}: {os.strerror(number)}. Rows that are in memory can still be used; "
-        "free some space there, or use a larger disk."
+    is_full = number in (errno.ENOSPC, errno.EDQUOT)
+    advice = (
+        "Rows that are in memory can still be used; free some space there, or use a larger disk."
+        if is_full
+        else "The disk or its file is damaged: start again from the last save or log, on another disk."
     )
+    return TableError(f"the file of cold rows in {folder} {what}: {os.strerror(number)}. {advice}")
 
 
 def aligned(num_bytes: int) -> Bytes:
