@@ -267,7 +267,7 @@ TEXTS = {
     "all_reduce of text": "all_reduce",
     "all_reduce among servers": "comm_world='server' worker",
     "all_gather among all": "comm_world 'worker' 'server' 'all' 'everybody'",
-    "all_gather of an array": "all_gather ndarray",
+    "all_gather of an array of text": "all_gather <U1",
     "all_gather of bytes": "all_gather",
     "barrier among servers": "comm_world='server'",
     "sum of other shapes": "fleet.metrics 3 4",

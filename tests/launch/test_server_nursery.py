@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from support.messages import lines_naming
 from support.scripts.launching import SOON, clean_environment, wait_until
 
 from torchfleet.launch.job_spec import JobSpec, Task
@@ -59,6 +60,8 @@ def test_forked_servers_serve_share_memory_and_end_by_signals(nursery: ServerNur
             line = server.stdout.readline()
             assert line, "it ended"
         process = psutil.Process(server.pid)
+        assert lines_naming(" ".join(process.cmdline()), "torchfleet", "server", "0")
+        assert "nursery" not in " ".join(process.cmdline())
         assert os.getpgid(server.pid) == server.pid  # so that a launcher ends what it has started
         with open(f"/proc/{server.pid}/maps") as file:
             assert "libtorch" not in file.read()
@@ -68,6 +71,20 @@ def test_forked_servers_serve_share_memory_and_end_by_signals(nursery: ServerNur
     os.killpg(servers[0].pid, signal.SIGTERM)
     os.killpg(servers[1].pid, signal.SIGKILL)
     assert [server.wait() for server in servers] == [-signal.SIGTERM, -signal.SIGKILL]
+
+
+def test_a_server_to_which_no_worker_comes_says_so(nursery: ServerNursery) -> None:
+    server = start(nursery, "--of_job", **role(f"127.0.0.1:{free_ports(1)[0]}"), FLEET_START_TIMEOUT="1")
+    assert server.stdout
+    lines = b""
+    while b"FLEET_START_TIMEOUT" not in lines:
+        line = server.stdout.readline()
+        assert line, "it ended"
+        lines += line
+    assert lines_naming(lines.decode(), "FLEET_START_TIMEOUT", "FLEET_SERVER_ENDPOINTS", "server 0 of 1")
+    assert server.poll() is None
+    os.killpg(server.pid, signal.SIGTERM)
+    server.wait()
 
 
 def test_servers_end_with_their_nursery() -> None:

@@ -62,14 +62,53 @@ def reduced(what: str, array: npt.NDArray[Any], mode: str, comm_world: str) -> n
 
 
 def all_gather(input: Any, comm_world: str = "worker") -> list[Any]:
-    """The inputs of all processes in `comm_world`, in their order: numbers, text, lists and dicts of them."""
+    """The inputs of all processes in `comm_world`, in their order: numbers, text, lists and dicts of them, or arrays
+    and tensors of numbers, whose types and shapes may differ. Tensors arrive on the CPU.
+    """
     _check_world(comm_world)
     try:
-        _check_plain(input)
-        own = msgspec.msgpack.encode(input)
+        if isinstance(input, (torch.Tensor, np.ndarray)):
+            sent = _Gathered(array=_sent_array(input))
+        else:
+            _check_plain(input)
+            sent = _Gathered(plain=input)
+        own = msgspec.msgpack.encode(sent)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-        raise FleetError(f"all_gather: numbers, text, lists and dicts can be sent; {error}") from None
-    return [msgspec.msgpack.decode(part) for part in process_role.gather("all_gather", own, comm_world)]
+        raise FleetError(
+            f"all_gather: numbers, text, lists and dicts can be sent, and arrays and tensors of numbers; {error}"
+        ) from None
+    return [_received(part) for part in process_role.gather("all_gather", own, comm_world)]
+
+
+class _SentArray(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[int]
+    data: bytes
+    tensor: str = ""  # the tensor's type; "": a numpy array
+
+
+class _Gathered(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    plain: Any = None
+    array: _SentArray | None = None
+
+
+def _sent_array(value: torch.Tensor | npt.NDArray[Any]) -> _SentArray:
+    array = as_array(value)
+    if array.dtype.kind not in "iufb":
+        raise TypeError(f"found {array.dtype}")
+    tensor = str(value.dtype) if isinstance(value, torch.Tensor) else ""
+    return _SentArray(array.dtype.str, list(array.shape), array.tobytes(), tensor)
+
+
+def _received(part: bytes) -> Any:
+    found = msgspec.msgpack.decode(part, type=_Gathered)
+    if found.array is None:
+        return found.plain
+    array = np.frombuffer(found.array.data, np.dtype(found.array.dtype)).reshape(found.array.shape).copy()
+    if not found.array.tensor:
+        return array
+    tensor = torch.from_numpy(array)
+    return tensor.bfloat16() if found.array.tensor == str(torch.bfloat16) else tensor
 
 
 def barrier(comm_world: str = "worker") -> None:

@@ -75,6 +75,11 @@ def things(worker: int) -> dict[str, Any]:
         "infinite": [math.inf, -math.inf],
         "different kinds": [worker, str(worker), None][worker % 3],
         "long text": "x" * 100_000 * (worker + 1),
+        "array": np.arange(worker + 1, dtype=np.int32),
+        "array without numbers": np.empty((0, 3), np.float32),
+        "tensor": torch.full((2, worker + 1), 0.5, dtype=torch.float64),
+        "bfloat16": torch.tensor([1.0, worker], dtype=torch.bfloat16),
+        "a number here and an array there": np.array([True]) if worker else 1,
     }
 
 
@@ -163,7 +168,7 @@ def mistakes(worker: int) -> Cases:
         "all_reduce of text": lambda: util.all_reduce("one"),
         "all_reduce among servers": lambda: util.all_reduce(1, comm_world="server"),
         "all_gather among all": lambda: util.all_gather(1, comm_world="everybody"),
-        "all_gather of an array": lambda: util.all_gather(np.zeros(3)),
+        "all_gather of an array of text": lambda: util.all_gather(np.array(["a"])),
         "all_gather of bytes": lambda: util.all_gather(b"abc"),
         "barrier among servers": lambda: util.barrier(comm_world="server"),
         "sum of other shapes": lambda: metrics.sum(np.zeros(3 if first else 4)),

@@ -52,6 +52,7 @@ class BareServer(JobServer):
         self._server.loading = NO_TABLES
         while (given := inbox.wait(_PERIOD)) is None:
             self._answering.check()
+            self._run.look_for_workers()
         self._server.loading = STARTING
         return given
 

@@ -77,6 +77,7 @@ class JobServer:
         self._run.restore()
         place = self._info.replica_places[self._info.replica]
         listener = self._run.listen(self._way.endpoint(place), self._keys, self._info.insecure)
+        self._run.expect_workers(self._info.start_timeout)
         least = f"{self._info.min_workers} to " if self._info.is_elastic else ""
         self._say(f"listening on {place} for {least}{self._info.num_workers} workers")
         self._tell_tables()

@@ -107,6 +107,7 @@ def _run(request: dict[str, Any]) -> int:
     os.environ.update(request["environment"])
     name = f"fleet server {os.environ.get('FLEET_SERVER_INDEX', '')}"  # its command line is the nursery's
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
+    _show(f"torch{name}")
     os.chdir(request["folder"])
     if num_threads() > 1:  # something that was imported has started one, which a fork does not have
         os.execv(sys.executable, [sys.executable, "-m", "torchfleet.server", *request["options"]])
@@ -114,6 +115,14 @@ def _run(request: dict[str, Any]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def _show(title: str) -> None:
+    """Show `title` as the command line of this process, as far as there is room: `ps` had shown the nursery's."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # of the memory that the kernel shows; 0 if it does not tell
+    if start and end - start > 1:
+        ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
 def num_threads() -> int:

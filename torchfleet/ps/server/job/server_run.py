@@ -6,8 +6,10 @@ is server (api/job/server_role.py). Neither this file nor main.py imports torch.
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -62,6 +64,26 @@ class ServerRun:
         self._compiler: subprocess.Popen[bytes] | None = None  # compiles the kernels that no table here uses yet
         self._trace_every = 0
         self._is_ended = self._has_compiled = False
+        self._patience, self._began = math.inf, time.monotonic()
+
+    def expect_workers(self, seconds: float) -> None:
+        """Say on the server's log, once, if no worker has come within `seconds` from now."""
+        self._patience, self._began = seconds, time.monotonic()
+
+    def look_for_workers(self) -> None:
+        """Called now and then, while the server waits for workers or serves them."""
+        waited = time.monotonic() - self._began
+        if waited < self._patience:
+            return
+        presence, members = self.server.state.meetings.presence, self.server.state.meetings.members
+        if not presence.has_any and not members.left:
+            index, num = self._place.index, self._place.num_servers
+            self.say(
+                f"no worker has come within {waited:.0f} s (FLEET_START_TIMEOUT). Expected "
+                f"{self.server.state.num_workers} workers that know this process as server {index} of {num}: is its "
+                "list of servers theirs (FLEET_SERVER_ENDPOINTS / PADDLE_PSERVERS_IP_PORT_LIST)? It waits on."
+            )
+        self._patience = math.inf
 
     @property
     def handler(self) -> Replica | DurableServer | Server:
@@ -149,6 +171,7 @@ class ServerRun:
             server.state.counters.load.look()
             status.write()
             tracing.look()
+            self.look_for_workers()
             return self._is_ended or farewell.is_over(self.handler.is_stopping)
 
         self.listener.look_ahead = LookAhead(server.state)

@@ -123,6 +123,11 @@ class Presence:
         """Whether `workers` are all workers that have joined and not left."""
         return all(worker in workers for worker in self._members)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a worker has joined and not left."""
+        return bool(self._members)
+
     def incarnation(self, worker: int) -> int | None:
         """The incarnation of the process that has joined as this worker; None if none has."""
         known = self._members.get(worker)
