@@ -9,6 +9,7 @@ from typing import Any
 from torchfleet.base.errors import RoleError
 from torchfleet.base.role.named_variables import NUMBER
 from torchfleet.base.role.role_info import GO_ON, LOSS_END, LOSS_RULES, SETTINGS, RoleInfo
+from torchfleet.base.role.variables import is_on, refuse_misspelt
 
 MAX_SECONDS = 7 * 24 * 3600.0
 MAX_FSYNC_MS = 60_000.0
@@ -21,7 +22,9 @@ DURABILITY, LOG_STORE, LOG_RUN, FSYNC = "FLEET_DURABILITY", "FLEET_LOG_STORE", "
 
 
 def process_settings(found: Mapping[str, str]) -> dict[str, Any]:
-    """Settings that come from the environment even if the role was set in code."""
+    """Settings that come from the environment even if the role was set in code. Raises RoleError for invalid values,
+    and for names that are almost those of settings."""
+    refuse_misspelt(found)
     threads = found.get("CPU_NUM", "0")
     if not (threads.isascii() and threads.isdigit()):
         raise RoleError(f"CPU_NUM must be a number of threads, found {threads!r}")
@@ -34,7 +37,7 @@ def process_settings(found: Mapping[str, str]) -> dict[str, Any]:
         "verbose": any(found.get(name, "0") not in ("", "0") for name in ("FLEET_VERBOSE", "PSERVER_DEBUG")),
         "num_threads": int(threads),
         "max_restart": _restarts(found),
-        "waits_for_backups": _waits_for_backups(found),
+        "waits_for_backups": is_on(found, WAIT_FOR_BACKUPS, "1"),
         "start_timeout": start_timeout_of(found),
         "worker_timeout": _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout),
         "orphan_timeout": _seconds(found, "FLEET_ORPHAN_TIMEOUT", RoleInfo.orphan_timeout, or_never=True),
@@ -79,7 +82,9 @@ def durability_of(found: Mapping[str, str]) -> dict[str, Any]:
     except ValueError:
         fsync_ms = -1.0
     if not 0 <= fsync_ms <= MAX_FSYNC_MS:
-        raise RoleError(f"{FSYNC} must be a number of milliseconds from 0 to {MAX_FSYNC_MS:g}, found {text!r}")
+        raise RoleError(
+            f"{FSYNC} (--fsync_ms) must be a number of milliseconds from 0 to {MAX_FSYNC_MS:g}, found {text!r}"
+        )
     store = found.get(LOG_STORE) or None
     return {"durability": kind, "log_store": store, "log_run": found.get(LOG_RUN) or "", "fsync_ms": fsync_ms}
 
@@ -94,15 +99,6 @@ def _restarts(found: Mapping[str, str]) -> int:
     if not NUMBER.fullmatch(text):
         raise RoleError(f"{MAX_RESTART} must be how often the launcher starts a worker again, found {text!r}")
     return int(text)
-
-
-def _waits_for_backups(found: Mapping[str, str]) -> bool:
-    text = found.get(WAIT_FOR_BACKUPS) or "1"
-    if text not in ("0", "1"):
-        raise RoleError(
-            f"{WAIT_FOR_BACKUPS} must be 1, if workers begin when every server has its backup, or 0; found {text!r}"
-        )
-    return text == "1"
 
 
 def _seconds(found: Mapping[str, str], name: str, default: float, or_never: bool = False) -> float:

@@ -8,15 +8,25 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torchfleet.base.command_line import Parser
-from torchfleet.base.errors import FleetError
-from torchfleet.base.role.process_settings import MIN_WORKERS, OF_JOB, ON_LOSS, loss_of
-from torchfleet.base.role.role_info import LOSS_RULES
+from torchfleet.base.errors import FleetError, RoleError
+from torchfleet.base.role.process_settings import (
+    DURABILITY,
+    FSYNC,
+    LOG_STORE,
+    MIN_WORKERS,
+    OF_JOB,
+    ON_LOSS,
+    loss_of,
+    process_settings,
+)
+from torchfleet.base.role.role_info import LOSS_RULES, SETTINGS
 from torchfleet.ps.net.keys import KeyFolder
 from torchfleet.ps.server.job import bare_server
 from torchfleet.ps.server.job.server_run import Place, ServerRun
-from torchfleet.ps.server.log.durable_server import DEFAULT_FSYNC_MS, Durability
+from torchfleet.ps.server.log.durable_server import Durability
 from torchfleet.ps.server.read_only import serve_saved, shard_of
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.storage import tier_variables
@@ -35,7 +45,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--endpoint", default="tcp://127.0.0.1:0", help="tcp://HOST:PORT (port 0: any free one) or ipc://PATH"
     )
     parser.add_argument(
-        "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys; needed off loopback"
+        "--key_dir", default=os.environ.get("FLEET_KEY_DIR") or None, help="folder of keys; needed off loopback"
     )
     parser.add_argument("--insecure", action="store_true", help="serve other machines without keys: anyone may connect")
     parser.add_argument(
@@ -81,20 +91,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--durability",
-        choices=("none", "log"),
-        default=os.environ.get("FLEET_DURABILITY") or "none",
-        help="log: every change is on disk before it is answered, and a server that is started again goes on with it",
+        choices=SETTINGS,
+        help="log: every change is on disk before it is answered, and a server that is started again goes on with it "
+        "(default: FLEET_DURABILITY, else none)",
     )
     parser.add_argument(
         "--log_store",
         metavar="DIR",
-        default=os.environ.get("FLEET_LOG_STORE"),
         help="folder of the log, of this server alone (default: FLEET_LOG_STORE)",
     )
     parser.add_argument(
         "--fsync_ms",
         type=float,
-        default=float(os.environ.get("FLEET_FSYNC_MS") or DEFAULT_FSYNC_MS),
         metavar="MS",
         help="changes that a loss of power may take, in milliseconds; 0: none, every answer waits for the disk "
         "(default: FLEET_FSYNC_MS, else 10)",
@@ -105,14 +113,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--min_workers",
         type=int,
-        default=int(os.environ.get(MIN_WORKERS) or 0),
         help="number of workers with which an elastic job begins; more may join and leave (default: "
         "FLEET_MIN_WORKERS, else 0: wait for all workers)",
     )
     parser.add_argument(
         "--on_worker_loss",
         choices=LOSS_RULES,
-        default=os.environ.get(ON_LOSS) or None,
         help="what happens when a worker is lost that others wait for (default: FLEET_ON_WORKER_LOSS, else end; "
         "go_on where workers come and go)",
     )
@@ -130,16 +136,28 @@ def _orphan_timeout(options: argparse.Namespace) -> float | None:
     return seconds
 
 
-def _durability(options: argparse.Namespace) -> Durability:
-    if not options.log_store:
-        raise FleetError("--durability log needs a folder for the log: give --log_store DIR, or FLEET_LOG_STORE")
-    return Durability(Path(options.log_store), options.fsync_ms)
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of lost workers and of the log: from the options, else from the environment. Raises
+    RoleError for invalid ones, and for options about a log that is not kept."""
+    given = {
+        MIN_WORKERS: options.min_workers, ON_LOSS: options.on_worker_loss,
+        DURABILITY: options.durability, LOG_STORE: options.log_store, FSYNC: options.fsync_ms,
+    }  # fmt: skip
+    found = {**os.environ, **{name: str(value) for name, value in given.items() if value is not None}}
+    settings = {**process_settings(found), **loss_of(found, options.num_workers)}
+    if settings["durability"] == "none":
+        for option, value in (("--log_store", options.log_store), ("--fsync_ms", options.fsync_ms)):
+            if value is not None:
+                raise RoleError(f"{option} is about the log of this server, and there is none: add --durability log")
+    elif settings["log_store"] is None:
+        raise RoleError("--durability log needs a folder for the log: give --log_store DIR, or FLEET_LOG_STORE")
+    return settings
 
 
-def _check_read_only(options: argparse.Namespace) -> None:
+def _check_read_only(options: argparse.Namespace, durability: str) -> None:
     if options.read_only is None and options.shard is not None:
         raise FleetError(f"--shard {options.shard} needs --read_only MODEL: servers of a job get their shard from it")
-    training = {"--durability log": options.durability == "log", "--num_workers": options.num_workers > 0}
+    training = {"--durability log": durability == "log", "--num_workers": options.num_workers > 0}
     other = next((name for name, is_given in training.items() if is_given), None)
     if options.read_only is not None and other:
         raise FleetError(f"--read_only and {other} contradict: nothing is trained on a read-only server. Leave one out")
@@ -147,12 +165,15 @@ def _check_read_only(options: argparse.Namespace) -> None:
 
 def _begin(options: argparse.Namespace) -> ServerRun:
     """Make the server. It listens and is ready to serve."""
-    _check_read_only(options)
-    given = {MIN_WORKERS: str(options.min_workers), ON_LOSS: options.on_worker_loss or ""}
-    loss = loss_of(given, options.num_workers)
+    settings = _settings(options)
+    _check_read_only(options, settings["durability"])
+    loss = {name: settings[name] for name in ("min_workers", "on_worker_loss")}
     os.environ.update(tier_variables(options.table_memory, options.table_path))
     server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)
-    run = ServerRun(server, Place(), partial(_durability, options) if options.durability == "log" else None)
+    log = None
+    if settings["durability"] == "log":
+        log = partial(Durability, Path(settings["log_store"]), settings["fsync_ms"])
+    run = ServerRun(server, Place(), log)
     run.end_on(signal.SIGTERM, signal.SIGINT)
     run.restore()
     if options.read_only is not None:
