@@ -221,7 +221,7 @@ def test_ports_are_told_before_anything_starts_and_mistakes_are_found(tmp_path: 
         (["--metrics_port", "65535"], "process 1 would have port 65536"),
         (["--metrics_host", "::"], "add --metrics_port PORT"),
         (["--metrics_port", "9400", "--simulate"], "leave --metrics_port out"),
-        (["--log_format", "json", "--simulate"], "leave --log_format json out"),
+        (["--log_format", "json", "--simulate"], "leave --log_format out"),
     ):
         with dry_run(tmp_path, *options) as refused:
             assert refused.wait() == 2

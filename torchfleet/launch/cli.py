@@ -25,13 +25,14 @@ from torchfleet.launch.clusters.job_options import (
     job_spec_of,
 )
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
+from torchfleet.launch.surroundings import check_surroundings
+from torchfleet.launch.taken_options import RANKS, kind_of, refuse_others
 from torchfleet.observe.watch.watchers import add_options as add_watching
 from torchfleet.observe.watch.watchers import parse_with_ports
 from torchfleet.ps.net.keys import KeyFolder, keygen
 
 _COUNTS = ("--server_num", "--worker_num", "--nproc_per_node")
 _NO_JOB = ("dry_run", "keygen")  # options with which fleetrun starts no job
-_RANKS = ("nproc_per_node", "nnodes", "gpus", "ips")
 
 # First argument → the function that takes the other arguments and returns the exit status. Imported on first use.
 SUBCOMMANDS = {
@@ -54,7 +55,7 @@ The script is the same for all roles: fleet.init() finds out which one a process
 the script, options of the script behind it."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return a parser with the options that all launchers share and the options of each launcher."""
     made = Parser(
         prog="fleetrun",
@@ -86,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         help="how often the whole job is started again when a process fails; the script goes on from what it saved",
     )
     made.add_argument(
-        "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys (default: FLEET_KEY_DIR)"
+        "--key_dir", default=os.environ.get("FLEET_KEY_DIR") or None, help="folder of keys (default: FLEET_KEY_DIR)"
     )
     made.add_argument(
         "--trace_every",
@@ -121,7 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.keygen:
+    if options.keygen is not None:
+        _refuse_beside_keygen(options)
         for path in keygen(options.keygen):
             print(path)
         return 0
@@ -133,6 +135,14 @@ def _run(options: argparse.Namespace) -> int:
         print("\n".join(launcher.describe(job, options)), flush=True)
         return 0
     return launcher.run(job, options)
+
+
+def _refuse_beside_keygen(options: argparse.Namespace) -> None:
+    others = [option for name, option in parser().said(options).items() if name != "keygen"]
+    if others:
+        raise RoleError(
+            f"--keygen {options.keygen} makes a set of keys, and does nothing else: leave {', '.join(others)} out"
+        )
 
 
 def _tell_of_options_behind(arguments: Sequence[str]) -> None:
@@ -178,7 +188,9 @@ def _subcommand(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise RoleError for a command line that no launcher can carry out."""
+    """Raise RoleError for a command line that its launcher cannot carry out as a whole, and for variables of the
+    environment that are invalid or misspelt.
+    """
     for name, way in PADDLE_OPTIONS.items():
         if getattr(options, name) is not None:
             raise RoleError(f"fleetrun has no --{name}: {way}")
@@ -188,6 +200,8 @@ def check(options: argparse.Namespace) -> None:
             f"{', '.join(asked)}: only jobs on a cluster request resources, and this job runs on this machine. Add "
             "--cluster ray, or leave them out."
         )
+    check_surroundings()
+    _check_kind(options)
     if isinstance(options.worker_num, tuple) and options.simulate:
         raise RoleError(
             "--worker_num MIN:MAX: workers come and go with the cores of a real machine or cluster. For a "
@@ -201,13 +215,27 @@ def check(options: argparse.Namespace) -> None:
         raise RoleError(f"--trace_every must be a number of steps, at least 1; found {options.trace_every}")
     if options.trace_every or trace_every():
         check_installed(EXPORTER, "--trace_every" if options.trace_every else VARIABLE, "otel")
-    ranks = [f"--{name}" for name in _RANKS if getattr(options, name) is not None]
+    if options.max_restart and options.max_job_restart:
+        raise RoleError("--max_restart starts one worker again, --max_job_restart all processes: use one of them")
+    if options.key_dir:
+        KeyFolder(options.key_dir)  # raises before anything starts if there is no such folder
+
+
+def _check_kind(options: argparse.Namespace) -> None:
+    """Raise RoleError for options that this kind of job would ignore."""
+    ranks = [f"--{name}" for name in RANKS if getattr(options, name) is not None]
     if options.verbose and ranks:
         raise RoleError(
             f"--verbose shows tables of servers, and settings of their workers; {ranks[0]} starts a collective job, "
             "which has neither: leave --verbose out"
         )
-    if options.max_restart and options.max_job_restart:
-        raise RoleError("--max_restart starts one worker again, --max_job_restart all processes: use one of them")
-    if options.key_dir:
-        KeyFolder(options.key_dir)  # raises before anything starts if there is no such folder
+    if options.max_job_restart and ranks:
+        num = options.max_job_restart
+        raise RoleError(
+            f"--max_job_restart {num}: the ranks of a collective job ({ranks[0]}) are started again all together. Say "
+            f"--max_restart {num}"
+        )
+    chosen = launcher_of(options)
+    kind = next((kind_of(name, options) for name, launcher in LAUNCHERS.items() if launcher is chosen), None)
+    if kind is not None:
+        refuse_others(kind, options, parser().said(options))

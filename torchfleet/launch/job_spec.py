@@ -15,7 +15,7 @@ from torchfleet.base.monitor.log_file import DEFAULT_BYTES
 from torchfleet.base.monitor.snapshot import name_for_people, number_in_files
 from torchfleet.base.role.process_settings import DURABILITY
 from torchfleet.base.role.role_info import HETER_WORKER
-from torchfleet.observe.watch.watchers import Watching
+from torchfleet.observe.watch.watchers import ANY_PORT, Watching
 from torchfleet.ps.net.private_jobs import Way
 
 
@@ -209,6 +209,28 @@ class Start(Protocol):
     def __call__(self, task: Task, report: Report, echo: bool, append: bool) -> RunningTask:
         """Start `task`. `report` receives lines for the user: problems, and with `echo` all output. `append`: append to
         an existing log."""
+
+
+def describe_settings(job: JobSpec) -> list[str]:
+    """Return the lines of `fleetrun --dry_run` for what the launcher itself does: restarts, logs, displays. Defaults
+    get no line."""
+    watching, lines = job.watching, []
+    if job.max_restart:
+        lines.append(f"restarts: of a failed process, {job.max_restart} at most")
+    if job.max_job_restart:
+        lines.append(f"restarts: of the whole job, {job.max_job_restart} at most")
+    if job.max_log_bytes != DEFAULT_BYTES:
+        lines.append(f"logs: {job.max_log_bytes:,} bytes each at most")
+    if watching.is_json:
+        lines.append("logs: JSON lines")
+    if watching.verbose:
+        lines.append("display: every table of every server")
+    if watching.dashboard is not None:
+        ports = {ANY_PORT: "its default port, or the next that is free", 0: "any free port"}
+        lines.append(f"web page: on {ports.get(watching.dashboard, f'port {watching.dashboard}')}")
+    if watching.tensorboard is not None:
+        lines.append(f"event files for TensorBoard: in {watching.tensorboard}")
+    return lines
 
 
 def describe_task(task: Task, command: Sequence[str], logs: str) -> list[str]:

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchfleet.base.monitor.json_lines import VARIABLE as LOG_FORMAT
 from torchfleet.base.monitor.json_lines import JsonLog, LineSplitter, last_lines
 from torchfleet.base.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
 from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task
 from torchfleet.launch.server_nursery import TIE_TO_PARENT, ServerNursery, Spawned
+from torchfleet.launch.surroundings import surroundings
 
 _LINE = 1 << 16  # bytes of output per read
 _END = 1 << 15  # bytes at the end of a log that are searched for its last lines
@@ -26,14 +26,6 @@ _END = 1 << 15  # bytes at the end of a log that are searched for its last lines
 # process group may keep the output open.
 _READING = 10.0
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
-# The launcher may itself run as a process of a job. Its processes must not inherit that role.
-ROLES = {
-    "FLEET_ROLE", "FLEET_RESTART", "FLEET_MAX_RESTART", "FLEET_WORKER_INDEX", "FLEET_SERVER_INDEX",
-    "FLEET_HETER_INDEX", "FLEET_HETER_ENDPOINTS", "PADDLE_HETER_TRAINER_IP_PORT_LIST",
-    "PADDLE_ALL_HETER_TRAINER_IP_PORT_LIST",
-    "FLEET_WORKER_ENDPOINTS", "FLEET_REPLICA", "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK", "TRAINING_ROLE", LOG_FORMAT,
-    "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS",
-}  # fmt: skip
 
 
 class Sink(Protocol):
@@ -115,8 +107,7 @@ class Process:
     def _start(self, append: bool) -> None:
         self.status_file.unlink(missing_ok=True)
         self._killed = None
-        around = {name: value for name, value in os.environ.items() if name not in ROLES}
-        environment = {**around, **self.task.environment, "FLEET_STATUS_FILE": str(self.status_file)}
+        environment = {**surroundings(), **self.task.environment, "FLEET_STATUS_FILE": str(self.status_file)}
         if self.num_restarts:
             environment["FLEET_RESTART"] = str(self.num_restarts)
         output = self._open_output(append)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from torchfleet.base.role.process_settings import RUN_SCRIPT
+from torchfleet.base.role.variables import is_on
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.processes import module_command
 from torchfleet.launch.server_branch import read_branch
@@ -35,8 +36,9 @@ def with_server_command(job: JobSpec, options: argparse.Namespace) -> tuple[JobS
 def server_command(
     script: str, arguments: Sequence[str], is_module: bool, environment: Mapping[str, str] = os.environ
 ) -> tuple[list[str] | None, list[str]]:
-    """Return the command of a server that does not need the script, or None and a line with the reason, if known."""
-    if environment.get(RUN_SCRIPT, "0") not in ("", "0"):
+    """Return the command of a server that does not need the script, or None and a line with the reason, if known.
+    Raises RoleError if FLEET_SERVERS_RUN_SCRIPT is not a switch."""
+    if is_on(environment, RUN_SCRIPT):
         return None, []
     branch = read_branch(script, arguments, is_module)
     if branch.options is not None:

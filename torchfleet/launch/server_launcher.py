@@ -12,18 +12,19 @@ from collections.abc import Mapping, Sequence
 from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import RoleError
 from torchfleet.launch.endurance.durability import add_options as add_durability_options
-from torchfleet.launch.endurance.durability import durability_variables, log_store, make_store
+from torchfleet.launch.endurance.durability import described_store, durability_variables, log_store, make_store
 from torchfleet.launch.endurance.placement import (
     add_options,
     coordination,
     coordinator_url,
+    described_coordination,
     num_replicas,
     waiting_variables,
     with_backups,
 )
 from torchfleet.launch.endurance.worker_loss import add_option as add_loss_option
 from torchfleet.launch.endurance.worker_loss import loss_variables
-from torchfleet.launch.job_spec import JobSpec, Task, describe_task, is_late
+from torchfleet.launch.job_spec import JobSpec, Task, describe_settings, describe_task, is_late
 from torchfleet.launch.late_workers import supervisor_of
 from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
 from torchfleet.launch.roles import (
@@ -126,10 +127,12 @@ class ServerLauncher:
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
         job, reasons = _with_servers(job, options)
-        layout, num_workers, _ = _layout(job, options)
+        layout, num_workers, url = _layout(job, options)
         reasons += told(kind_of(job, layout, options.private, options.plain))
-        local_tasks = _tasks(job, options, layout, num_workers)
-        lines = reasons
+        kept = described_store(durability_variables(options))
+        asked = described_coordination(url, num_replicas(options.replicas))
+        local_tasks = _tasks(job, options, layout, num_workers, {**kept, **asked})
+        lines = [*reasons, *describe_settings(job)]
         for task in local_tasks:
             later = "joins when cores are free; " if is_late(job, task) else ""
             lines += describe_task(task, job.command_of(task.role), f"{later}log: {job.latest / task.log_name}")

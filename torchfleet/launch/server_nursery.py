@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Protocol
 
 from torchfleet.base.role.process_settings import FORK_SERVERS
+from torchfleet.base.role.variables import is_on
 from torchfleet.launch.job_spec import JobSpec, Task
 
 # Run before the command itself: if the launcher is killed, the kernel ends its children (PR_SET_PDEATHSIG).
@@ -131,7 +132,7 @@ def nursery_of(job: JobSpec, tasks: Sequence[Task]) -> Iterator[ServerNursery | 
     """Yield a nursery if several servers of this machine do not need the script, and FLEET_FORK_SERVERS is not 0; else
     None."""
     num_servers = sum(task.role == "server" for task in tasks)
-    if not job.server_command or num_servers < 2 or os.environ.get(FORK_SERVERS) == "0":
+    if not job.server_command or num_servers < 2 or not is_on(os.environ, FORK_SERVERS, "1"):
         yield None
         return
     with contextlib.closing(ServerNursery()) as made:

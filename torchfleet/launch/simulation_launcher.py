@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchfleet.base.errors import RoleError
-from torchfleet.base.monitor.json_lines import log_format
 from torchfleet.base.monitor.prometheus.metrics_port import HOST as METRICS_HOST
 from torchfleet.base.monitor.prometheus.metrics_port import PORT as METRICS_PORT
 from torchfleet.base.network_links import Link, parse_link
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
-from torchfleet.launch.processes import ROLES
 from torchfleet.launch.roles import JobLayout, tasks
 from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.launch.simulate.conditions import Conditions, Job, Part, parse_straggler
+from torchfleet.launch.surroundings import surroundings
+from torchfleet.launch.taken_options import CONDITIONS
 from torchfleet.observe.watch.figures import plural
 from torchfleet.observe.watch.json_display import print_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_OWN = ("link", "straggler", "step_ms", "compute_scale", "jitter", "simulation_seed", "throughput_only")
-_OTHERS = (
-    "heter_worker_num", "heter_workers",
-    "servers", "workers", "nproc_per_node", "gpus", "nnodes", "master", "rank", "ips", "max_restart",
-    "max_job_restart", "insecure", "plain", "private", "log_max_bytes", "replicas", "coordinator",
-    "no_wait_for_backups", "tensorboard", "verbose", "trace_every",
-)  # fmt: skip
 _FIRST_PORT = 10_000  # of placeholder addresses: no process listens on them
 # Messages stay inside this machine, and no process serves metrics or sends traces of virtual time.
-_WITHOUT = {*ROLES, "FLEET_KEY_DIR", "FLEET_INSECURE", METRICS_PORT, METRICS_HOST, "FLEET_TRACE_EVERY"}
+_WITHOUT = {"FLEET_KEY_DIR", "FLEET_INSECURE", METRICS_PORT, METRICS_HOST, "FLEET_TRACE_EVERY"}
 
 
 class SimulationLauncher:
@@ -53,34 +45,22 @@ class SimulationLauncher:
 
     def takes(self, options: argparse.Namespace) -> bool:
         if not options.simulate:
-            given = [f"--{name}" for name in _OWN if getattr(options, name) not in (None, False)]
+            given = [f"--{name}" for name in CONDITIONS if getattr(options, name) not in (None, False)]
             if given:
                 raise RoleError(
                     f"{', '.join(given)} {'describes' if len(given) == 1 else 'describe'} a simulation: add --simulate"
                 )
             return False
-        others = [f"--{name}" for name in _OTHERS if getattr(options, name) not in (None, 0, False)]
-        variables = {"key_dir": "FLEET_KEY_DIR", "metrics_port": METRICS_PORT, "metrics_host": METRICS_HOST}
-        for name, variable in variables.items():
-            if (given := getattr(options, name)) and given != os.environ.get(variable):
-                others.append(f"--{name}")
-        if options.dashboard is not None:  # 0 is any port
-            others.append("--dashboard")
-        if options.log_format != log_format():
-            others.append(f"--log_format {options.log_format}")
-        if others:
-            raise RoleError(
-                f"--simulate runs a job with servers on this machine alone, given by --server_num and --worker_num: "
-                f"leave {', '.join(others)} out"
-            )
         return True
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
-        _conditions(options)
+        conditions = _conditions(options)
         _, planned = _plan(job, options)
-        return [
-            line for task in planned for line in describe_task(task, job.command, f"log: {job.latest / task.log_name}")
-        ]
+        what = "a model of queues, without training" if options.throughput_only else "the script"
+        lines = [f"simulated in virtual time: {what}; {conditions}"]
+        for task in planned:
+            lines += describe_task(task, job.command, f"log: {job.latest / task.log_name}")
+        return lines
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         conditions = _conditions(options)
@@ -115,7 +95,7 @@ def _forecast(job: JobSpec, options: argparse.Namespace, layout: JobLayout, cond
 def _job(
     options: argparse.Namespace, layout: JobLayout, planned: list[Task], conditions: Conditions, run_dir: Path
 ) -> Job:
-    around = {name: value for name, value in os.environ.items() if name not in _WITHOUT}
+    around = {name: value for name, value in surroundings().items() if name not in _WITHOUT}
     one_thread = {"OMP_NUM_THREADS": "1"}
     parts = [
         Part(task.role, task.index, {**around, **task.environment, **one_thread}, run_dir / task.log_name)

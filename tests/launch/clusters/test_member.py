@@ -63,6 +63,7 @@ def test_the_scheduler_s_variables_become_a_role() -> None:
     info = read_role(member_environment({**indexed, "FLEET_GROUP": "server", "JOB_COMPLETION_INDEX": "1"}))
     assert (info.role, info.server_index) == ("server", 1)
     assert read_role(member_environment({**WORKER, "FLEET_RESTART": "2"})).restart == 2
+    assert read_role(member_environment({**WORKER, "FLEET_MAX_RESTART": "3"})).max_restart == 3
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from support.scripts.launching import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
+from torchfleet.base import cgroups
 from torchfleet.base.errors import RoleError
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch import cli, roles
@@ -186,7 +187,8 @@ class TestDryRun:
 
     def test_one_machine(self, planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr(os, "cpu_count", lambda: 6)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+        monkeypatch.setattr(cgroups, "cpu_limit", lambda: 6.5)  # of a container on a machine with 8 cores
         found = planned(*TWO)
         assert list(found) == ["rank 0", "rank 1"]
         assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in found.values()] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torchfleet.launch.clusters.k8s.adopt import COMPLETE, FAILED
 from torchfleet.launch.clusters.k8s.k8s_job import SCRIPT, K8sJob, check_name, name_of
 from torchfleet.launch.clusters.k8s.pod_metrics import metrics_port_of
 from torchfleet.launch.clusters.k8s.pod_settings import (
+    EXPORTS,
+    RESERVED,
     claims,
     object_name,
     pairs,
@@ -171,7 +174,7 @@ def job_of(options: argparse.Namespace) -> K8sJob:
         namespace=check_name(options.namespace, "--namespace", 63) if options.namespace is not None else None,
         server=resources["server"],
         worker=resources["worker"],
-        **pod_settings(options),
+        **pod_settings(options, (*RESERVED, *EXPORTS)),
         is_spread_required=options.spread == "require",
         max_restart=options.max_restart,
         max_job_restart=options.max_job_restart,
@@ -194,11 +197,12 @@ def job_of(options: argparse.Namespace) -> K8sJob:
     )
 
 
-def pod_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of the options of add_pod_options, by field of the job. Raises RoleError."""
+def pod_settings(options: argparse.Namespace, reserved: Sequence[str] = RESERVED) -> dict[str, Any]:
+    """Return the values of the options of add_pod_options, by field of the job. `reserved`: variables that --env may
+    not set. Raises RoleError."""
     return {
         "claims": claims(options.pvc),
-        "environment": variables(options.env),
+        "environment": variables(options.env, reserved),
         "env_secrets": tuple(object_name("--env_secret", text) for text in options.env_secret),
         "pull_secrets": tuple(object_name("--image_pull_secret", text) for text in options.image_pull_secret),
         "node_selector": pairs("--node_selector", options.node_selector),
@@ -264,9 +268,11 @@ def _ranks(options: argparse.Namespace) -> dict[str, int]:
         if not 1 <= number <= _MOST:
             raise RoleError(f"{option}: expected a number from 1 to {_MOST:,}, found {number}")
     if not options.insecure:
+        counts = ("nproc_per_node", "nnodes")
+        given = ", ".join(f"--{name}" for name in counts if getattr(options, name) is not None)
         raise RoleError(
-            "ranks of several pods meet by torch.distributed, which neither encrypts nor authenticates. The manifests "
-            "have a NetworkPolicy that lets only pods of this job in; say --insecure if your cluster enforces it, or "
-            "if no one else uses its network."
+            f"{given}: ranks of several pods meet by torch.distributed, which neither encrypts nor authenticates. The "
+            "manifests have a NetworkPolicy that lets only pods of this job in; say --insecure if your cluster "
+            "enforces it, or if no one else uses its network."
         )
     return {"num_nodes": nodes, "ranks_per_node": ranks}

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_shards(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--shards", type=int, default=0, metavar="N", help="rows on N read-only servers (default: none)")
     group.add_argument("--shard_replicas", type=int, choices=(1, 2), default=1, help="2: every shard has a backup")
-    group.add_argument("--shard_cpus", type=float, default=CPUS, metavar="N", help=f"cores (default: {CPUS:g})")
+    group.add_argument("--shard_cpus", type=float, metavar="N", help=f"cores (default: {CPUS:g})")
     group.add_argument("--shard_memory", metavar="SIZE", help="memory of each server (default: 4GB)")
     group.add_argument(
         "--key_secret",
@@ -135,7 +135,7 @@ def serving_of(options: argparse.Namespace, arguments: Sequence[str]) -> K8sServ
         memory=parse_bytes(options.memory, "--memory") if options.memory else MEMORY,
         num_shards=options.shards,
         has_backups=options.shard_replicas == 2,
-        shard_cpus=options.shard_cpus,
+        shard_cpus=CPUS if options.shard_cpus is None else options.shard_cpus,
         shard_memory=parse_bytes(options.shard_memory, "--shard_memory") if options.shard_memory else MEMORY,
         token_secret=object_or_none("--token_secret", options.token_secret),
         tls_secret=object_or_none("--tls_secret", options.tls_secret),
@@ -153,10 +153,12 @@ def _check(options: argparse.Namespace) -> None:
             f"<= {_MOST}"
         )
     bounds = {"cpu_target": (1, 100), "shards": (0, _MOST), "user": (1, 1 << 31), "cpus": (0.1, 1e4)}
-    for name, (least, most) in {**bounds, "shard_cpus": (0.1, 1e4)}.items():
+    bounds |= {} if options.shard_cpus is None else {"shard_cpus": (0.1, 1e4)}
+    for name, (least, most) in bounds.items():
         if not least <= getattr(options, name) <= most:
             raise RoleError(f"--{name}: expected a number from {least:g} to {most:g}, found {getattr(options, name):g}")
     about_shards = {"--shard_replicas 2": options.shard_replicas == 2, "--key_secret": options.key_secret is not None}
+    about_shards["--shard_cpus"] = options.shard_cpus is not None
     about_shards["--shard_memory"] = options.shard_memory is not None
     given = next((name for name, is_given in about_shards.items() if is_given), None)
     if not options.shards and given:
@@ -187,6 +189,10 @@ def _passed(options: argparse.Namespace, arguments: Sequence[str]) -> argparse.N
 
 def _check_model(options: argparse.Namespace, claimed: Sequence[str]) -> None:
     """Raise RoleError for a path that is not in a volume of the pods, unless the user says that it is in the image."""
+    if "://" in options.model and options.model_in_image:
+        raise RoleError(
+            f"--model_in_image is about a path in the image, and --model {options.model} is a URL: use one of them"
+        )
     if "://" in options.model or options.model_in_image:
         return
     path = posixpath.normpath(options.model)

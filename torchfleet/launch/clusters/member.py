@@ -30,9 +30,10 @@ from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.health import HealthPort
-from torchfleet.launch.processes import ROLES, module_command, script_command
+from torchfleet.launch.processes import module_command, script_command
 from torchfleet.launch.server_command import server_command
 from torchfleet.launch.server_nursery import TIE_TO_PARENT
+from torchfleet.launch.surroundings import ROLES
 from torchfleet.ps.net.keys import KeyFolder
 
 GROUP, INDEX, GRACE, PORT = "FLEET_GROUP", "FLEET_INDEX", "FLEET_GRACE", "FLEET_HEALTH_PORT"
@@ -41,7 +42,7 @@ _GROUPS = ("server", "worker")
 _MOST_SECONDS = 24 * 3600.0
 _PERIOD = 5.0  # seconds between two messages about a host name that does not resolve yet
 # Variables that a scheduler may set, although the processes of a launcher do not inherit them.
-_KEPT = ("FLEET_RESTART", "FLEET_REPLICA", "FLEET_WORKER_ENDPOINTS")
+_KEPT = ("FLEET_RESTART", "FLEET_MAX_RESTART", "FLEET_REPLICA", "FLEET_WORKER_ENDPOINTS")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,13 +18,19 @@ from torchfleet.launch.clusters.on_ray.ray_cluster import (
     relative,
     require_ray,
 )
-from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
+from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan, layout_of, rank_tasks, server_tasks
 from torchfleet.launch.clusters.on_ray.ray_room import cores_of
 from torchfleet.launch.clusters.sent_files import described_files
-from torchfleet.launch.endurance.durability import durability_variables, log_store, require_store
-from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas, waiting_variables
+from torchfleet.launch.endurance.durability import described_store, durability_variables, log_store, require_store
+from torchfleet.launch.endurance.placement import (
+    coordination,
+    coordinator_url,
+    described_coordination,
+    num_replicas,
+    waiting_variables,
+)
 from torchfleet.launch.endurance.worker_loss import loss_variables
-from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.job_spec import JobSpec, Task, describe_settings, describe_task
 from torchfleet.launch.server_command import with_server_command
 from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.observe.watch.json_display import line_printer
@@ -32,7 +38,6 @@ from torchfleet.observe.watch.metrics_ports import port_variables
 
 _NAME = "ray"
 _RANKS = ("nproc_per_node", "nnodes")
-_ELSEWHERE = ("servers", "workers", "gpus", "master", "rank", "ips", "private", "simulate", "plain")
 
 
 class RayLauncher:
@@ -76,9 +81,6 @@ class RayLauncher:
                 "Kubernetes has a command of its own: fleetrun k8s."
             )
         refuse_heter_workers(options)
-        wrong = [f"--{name}" for name in _ELSEWHERE if getattr(options, name)]
-        if wrong:
-            raise RoleError(f"{', '.join(wrong)}: on Ray the cluster places all processes. Leave it out.")
         self._check_kinds(options)
         return True
 
@@ -96,11 +98,11 @@ class RayLauncher:
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
         plan = _plan(job, options, job.folder)
-        base = _variables(job, options)
-        lines = [f"cluster: {options.cluster}; keys are made for this job"]
+        base = {**_variables(job, options), **_coordinator(options)}
+        lines = [f"cluster: {options.cluster}; {_keys(job, plan)}; {_placement(plan)}", *describe_settings(job)]
         lines += described_files(*_files(job, options, is_function=False), PACKAGE)
         lines += with_server_command(job, options)[1] if plan.num_servers else []
-        for number, task in enumerate(_described(plan, base)):
+        for number, task in enumerate(_described(job, plan, base)):
             task.environment |= port_variables(job.watching, number)
             bundle = ", ".join(f"{name} {value:g}" for name, value in bundle_of(job.resources_of(task.role)).items())
             log = f"log: {job.latest / task.log_name}"
@@ -187,15 +189,33 @@ def _plan(job: JobSpec, options: argparse.Namespace, folder: Path) -> RayPlan:
 
 
 def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
-    """Return all processes' variables for logs, limits, lost workers, save folders and tracing. Raises RoleError."""
+    """Return all processes' variables for logs, limits, lost workers, save folders and tracing, for --dry_run. Raises
+    RoleError."""
     kept = durability_variables(options)
     require_store(
         kept,
         "a folder that all nodes share. A server of a lost node starts on another one, and the log on the lost node's "
         "own disk is gone",
     )
-    coordinator_url(options.coordinator, num_replicas(options.replicas), is_all_here=False)
-    return {**_limits(job, options), **kept}
+    _coordinator(options)
+    return {**_limits(job, options), **described_store(kept)}
+
+
+def _coordinator(options: argparse.Namespace) -> dict[str, str]:
+    replicas = num_replicas(options.replicas)
+    return described_coordination(coordinator_url(options.coordinator, replicas, is_all_here=False), replicas)
+
+
+def _keys(job: JobSpec, plan: RayPlan) -> str:
+    if plan.num_ranks:
+        return "no keys: ranks talk without, also to other machines" if job.insecure else "no keys: ranks talk without"
+    if job.key_dir:
+        return f"keys of {job.key_dir}"
+    return "no keys" if job.insecure else "keys are made for this job"
+
+
+def _placement(plan: RayPlan) -> str:
+    return f"{'ranks' if plan.num_ranks else 'workers'} are placed by {plan.placement}"
 
 
 def _limits(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
@@ -204,20 +224,17 @@ def _limits(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
     return {**server_bounds(options), **rules, **job.telling_variables}
 
 
-def _described(plan: RayPlan, base: dict[str, str]) -> list[Task]:
+def _described(job: JobSpec, plan: RayPlan, base: dict[str, str]) -> list[Task]:
     """Return the processes for `--dry_run`. Their addresses are known only after Ray has placed them."""
     if plan.num_ranks:
-        common = {**base, "WORLD_SIZE": str(plan.num_ranks), "MASTER_ADDR": "(node of rank 0)"}
-        return [Task("rank", i, {**common, "RANK": str(i)}) for i in range(plan.num_ranks)]
-    common = {**base, "FLEET_SERVER_ENDPOINTS": "(as Ray places them)", "FLEET_NUM_WORKERS": str(plan.num_workers)}
-    common["FLEET_KEY_DIR"] = "(a private folder on each node)"
-    servers = [
-        Task("server", i, {**common, "FLEET_ROLE": "SERVER", "FLEET_SERVER_INDEX": str(i)}, replica)
-        for replica in range(plan.replicas)
-        for i in range(plan.num_servers)
-    ]
-    workers = [
-        Task("worker", i, {**common, "FLEET_ROLE": "WORKER", "FLEET_WORKER_INDEX": str(i)})
-        for i in range(plan.num_workers)
-    ]
-    return servers + workers
+        made = rank_tasks(job, plan, base, "(node of rank 0):(a free port)")
+    else:
+        counts = [("server", plan.num_servers, plan.replicas), ("worker", plan.num_workers, 1)]
+        keys = [(role, i, replica) for role, num, replicas in counts for replica in range(replicas) for i in range(num)]
+        places = {key: f"(node of {Task(*key[:2], replica=key[2]).name}):(a free port)" for key in keys}
+        made = server_tasks(job, plan, layout_of(plan, places), base)
+    for task in made:
+        task.environment["FLEET_ADDRESS_BOOK"] = "(a file on each node)"
+        if not plan.num_ranks and (job.key_dir or not job.insecure):
+            task.environment["FLEET_KEY_DIR"] = "(a private folder on each node)"
+    return made

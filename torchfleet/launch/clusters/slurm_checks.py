@@ -55,6 +55,11 @@ def check(job: JobSpec, options: argparse.Namespace) -> None:
             raise RoleError(f"--{name} must be at least 1, found {value}")
     if options.time is not None and not _TIME.fullmatch(options.time):
         raise RoleError(f"--time expects minutes, H:M:S or D-H:M:S; found {options.time!r}")
+    if options.signal_seconds is not None and not (options.time and (options.save_on_stop or options.requeue)):
+        raise RoleError(
+            f"--signal_seconds {options.signal_seconds}: how long before its limit the job is asked to save, and it is "
+            "not asked: add --time TIME, and --save_on_stop DIR or --requeue"
+        )
     if options.resume and not options.save_on_stop:
         raise RoleError("--resume needs --save_on_stop DIR, the folder in which it looks for a save")
     # Only the options: the job gets its environment variables from the shell that submits it.

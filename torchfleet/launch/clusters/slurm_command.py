@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from torchfleet.base.command_line import Parser
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.json_lines import log_format
+from torchfleet.base.role.variables import refuse_misspelt
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, check_script, job_spec_of
 from torchfleet.launch.clusters.slurm_checks import DURABILITY, check, job_name, one_line, resume_words
 from torchfleet.launch.endurance.durability import add_options as add_durability
@@ -20,6 +22,7 @@ from torchfleet.launch.server_command import add_option as add_script_option
 from torchfleet.observe.watch.watchers import add_exports
 
 _PLAIN = re.compile(r"[\w.,:@%+=/-]+")  # text that sbatch reads without quotes
+_SIGNAL_SECONDS = 120
 _EXAMPLES = """examples:
   fleetrun slurm --server_num 2 --worker_num 4 --nodes 3 --time 4:00:00 -o job.sbatch train.py --epochs 3
   fleetrun slurm --server_num 2 --worker_num 4 --het --server_memory 64GB --worker_cpus 8 -o job.sbatch train.py
@@ -32,6 +35,7 @@ _EXAMPLES = """examples:
 def main(arguments: Sequence[str]) -> int:
     """Write the file, or print it without -o. Raises RoleError for invalid options."""
     options = _parser().parse_args(arguments)
+    refuse_misspelt(os.environ)  # the job has the environment of the shell that submits it
     check_script(options)
     text = sbatch_file(job_spec_of(options), options, arguments)
     if options.output is None:
@@ -68,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sbatch", action="append", default=[], metavar="OPTION", help="another option of sbatch; several times")
     add("--requeue", action="store_true", help="a job that has saved ahead of its limit is queued again")
     add(
-        "--signal_seconds", type=int, default=120, metavar="N",
+        "--signal_seconds", type=int, metavar="N",
         help="how long before the limit the job is asked to save (default: 120)",
     )  # fmt: skip
     add("--save_on_stop", metavar="DIR", help="where worker 0 then saves; without it the script does: stop_if_asked")
@@ -166,7 +170,7 @@ def _component(num: int | str | None, each: Resources, options: argparse.Namespa
     }
     yield from (f"#SBATCH --{name}={value}" for name, value in given.items() if value is not None)
     if options.time and (options.save_on_stop or options.requeue):
-        yield f"#SBATCH --signal=USR1@{options.signal_seconds}"
+        yield f"#SBATCH --signal=USR1@{options.signal_seconds or _SIGNAL_SECONDS}"
     yield from (f"#SBATCH {option if option.startswith('-') else f'--{option}'}" for option in options.sbatch)
 
 

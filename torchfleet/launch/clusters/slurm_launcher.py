@@ -18,7 +18,7 @@ from torchfleet.launch.clusters.slurm_step import SlurmStep, read_step, refuse_c
 from torchfleet.launch.clusters.slurm_watch import watched
 from torchfleet.launch.endurance.durability import durability_variables, require_store
 from torchfleet.launch.endurance.worker_loss import loss_variables
-from torchfleet.launch.job_spec import JobSpec, Report, Task, describe_task
+from torchfleet.launch.job_spec import JobSpec, Report, Task, describe_settings, describe_task
 from torchfleet.launch.processes import Process
 from torchfleet.launch.ranks.rank_launcher import RankLauncher
 from torchfleet.launch.server_command import with_server_command
@@ -29,12 +29,6 @@ from torchfleet.observe.watch.metrics_ports import port_variables
 
 SAVE = "FLEET_SAVE_ON_STOP"
 _COLLECTIVE = ("nproc_per_node", "gpus")
-# Options that the Slurm step decides, or that have no meaning in it.
-_OTHERS = (
-    "servers", "workers", "private", "plain", "replicas", "coordinator", "no_wait_for_backups", "max_restart",
-    "max_job_restart", "nnodes", "master", "rank", "ips", "server_cpus", "server_memory", "worker_cpus",
-    "worker_memory", "worker_gpus", "placement", "simulate", "files",
-)  # fmt: skip
 
 
 class SlurmLauncher:
@@ -62,12 +56,6 @@ class SlurmLauncher:
                 refuse_copies(os.environ)
             return False
         refuse_heter_workers(options)
-        wrong = [f"--{name}" for name in _OTHERS if getattr(options, name, None)]
-        if wrong:
-            raise RoleError(
-                f"{', '.join(wrong)}: srun places and counts the tasks, and Slurm starts a job again (--requeue). Use "
-                "the matching options of srun instead."
-            )
         if options.dashboard is not None and not _is_collective(options):
             raise RoleError(
                 "--dashboard: it would be served on the node of the first task alone. That task records the job: run "
@@ -81,13 +69,20 @@ class SlurmLauncher:
         """Describe what this task would start, with placeholders for addresses that are not known yet."""
         step = read_step(os.environ)
         if _is_collective(options):
-            return RankLauncher().describe(job, _as_machine(step, options, "node0:PORT"))
+            host = step.nodes[0] if len(set(step.nodes)) > 1 else "127.0.0.1"
+            ranks = _as_machine(step, options, f"{host}:1")  # task 0 chooses a free port
+            return [*_settings(options), *RankLauncher().describe(job, ranks, "the node of task 0, on a free port")]
         num_servers, num_workers = _counts(job, step)
         places = [f"(the node of task {number}):(a port of job {step.job})" for number in range(num_servers)]
         task = _task(job, options, step, places, num_workers)
         job, told = with_server_command(job, options)
         log = f"log: {job.log_dir / step.name / task.log_name}"
-        return [*told, *describe_task(task, job.command_of(task.role), log)]
+        return [
+            *_settings(options),
+            *describe_settings(job),
+            *told,
+            *describe_task(task, job.command_of(task.role), log),
+        ]
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         step = read_step(os.environ)
@@ -99,6 +94,10 @@ class SlurmLauncher:
         if status == REQUEUE and options.requeue and step.rank == num_servers:  # worker 0, or machine 0
             _requeue(step, line_printer(job.watching))
         return status
+
+
+def _settings(options: argparse.Namespace) -> list[str]:
+    return [f"requeue: if the job ends with status {REQUEUE}"] if options.requeue else []
 
 
 def _is_part(options: argparse.Namespace) -> bool:

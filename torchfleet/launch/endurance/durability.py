@@ -21,6 +21,7 @@ from torchfleet.base.role.process_settings import (
     log_folder,
 )
 from torchfleet.base.role.role_info import SETTINGS
+from torchfleet.launch.surroundings import surroundings
 from torchfleet.ps.server.log.log_start import START
 
 _FOLDER = "server_state"  # the folder of the servers' logs, in the folder of a run
@@ -48,8 +49,10 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def durability_variables(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that tell servers and workers the durability. Raises RoleError for invalid options."""
+def durability_variables(options: argparse.Namespace, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that tell servers and workers the durability. Raises RoleError for invalid options.
+    `environment`: default: that which the job has from this process."""
+    environment = surroundings() if environment is None else environment
     given = {DURABILITY: options.durability, LOG_STORE: options.log_store, FSYNC: options.fsync_ms}
     found = {name: str(value) for name, value in given.items() if value is not None}
     if options.fsync_ms is not None and not 0 <= options.fsync_ms <= MAX_FSYNC_MS:
@@ -109,11 +112,18 @@ def require_store(variables: Mapping[str, str], why: str) -> None:
         raise RoleError(f"--durability log needs --log_store DIR here: {why}")
 
 
+def described_store(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return what `log_store` yields, for --dry_run."""
+    if variables.get(DURABILITY, "none") == "none":
+        return dict(variables)
+    return {LOG_STORE: "(a folder of this run)", **variables, LOG_RUN: "(the name of this run)"}
+
+
 @contextlib.contextmanager
 def log_store(variables: Mapping[str, str], run_dir: Path) -> Iterator[dict[str, str]]:
     """Yield the variables with a folder for the servers' logs: the given one, or a new one that is removed at the
     end."""
-    if durability_of({**os.environ, **variables})["durability"] == "none":
+    if durability_of({**surroundings(), **variables})["durability"] == "none":
         yield dict(variables)
         return
     run = {**variables, LOG_RUN: run_dir.name}

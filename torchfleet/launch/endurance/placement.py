@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torchfleet.base.errors import RoleError
 from torchfleet.base.own_folders import own_folder
 from torchfleet.base.role.process_settings import WAIT_FOR_BACKUPS
+from torchfleet.launch.surroundings import surroundings
 from torchfleet.ps.coordination.coordinators import VARIABLE, make_coordinator
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
@@ -81,7 +82,7 @@ def coordinator_url(given: str | None, replicas: int, is_all_here: bool) -> str 
     """Return the URL given by the user. None: fleetrun provides the coordinator, or there are no backups. Raises
     RoleError if the URL is invalid or missing.
     """
-    url = given or os.environ.get(VARIABLE) or None
+    url = given or surroundings().get(VARIABLE) or None
     if replicas == 1:
         if given:
             raise RoleError("--coordinator decides between replicas of servers, and there are none: add --replicas 2")
@@ -94,6 +95,11 @@ def coordinator_url(given: str | None, replicas: int, is_all_here: bool) -> str 
             "--coordinator etcd://host:port/NAME, the same on all machines"
         )
     return url
+
+
+def described_coordination(url: str | None, replicas: int) -> dict[str, str]:
+    """Return what `coordination` yields, for --dry_run."""
+    return {} if replicas == 1 else {VARIABLE: url or "(a folder of this run)"}
 
 
 @contextlib.contextmanager

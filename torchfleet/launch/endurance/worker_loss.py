@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 
 from torchfleet.base.role.process_settings import MAX_RESTART, MIN_WORKERS, ON_LOSS, loss_of
 from torchfleet.base.role.role_info import GO_ON, LOSS_END, LOSS_RULES, LOSS_WAIT
+from torchfleet.launch.surroundings import surroundings
 
 FREE_MODES = ("async", "half_async", "geo")  # workers do not wait for each other: training continues without one
 
@@ -26,10 +26,11 @@ def loss_variables(
     options: argparse.Namespace,
     num_workers: int,
     min_workers: int | None = None,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the variables that tell servers and workers the rule (if one was given), how often a worker is restarted,
     and the minimum number of workers (if the job is elastic). Raises RoleError."""
+    environment = surroundings() if environment is None else environment
     rule = {ON_LOSS: options.on_worker_loss or environment.get(ON_LOSS) or ""}
     elastic = {} if min_workers is None else {MIN_WORKERS: str(min_workers)}
     loss_of({MIN_WORKERS: environment.get(MIN_WORKERS) or "", **rule, **elastic}, num_workers)

@@ -11,7 +11,6 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from torchfleet.base.monitor.json_lines import VARIABLE as LOG_FORMAT
 from torchfleet.base.monitor.stop_request import REQUEUE
 from torchfleet.collective.elastic.memory_files import VARIABLE as MEMORY_FILES
 from torchfleet.launch import roles
@@ -23,13 +22,13 @@ from torchfleet.launch.ranks.rank_memory import RankMemory
 from torchfleet.launch.ranks.rank_plan import RankPlan
 from torchfleet.launch.ranks.rendezvous import ElasticRendezvous, FixedRendezvous, Rendezvous
 from torchfleet.launch.ranks.stores import Report, StoreAddress
+from torchfleet.launch.surroundings import surroundings
 
 # The launcher may itself run as a process of a job. Its ranks must not inherit that role.
-_ROLES = ("PADDLE_", "FLEET_ROLE", "FLEET_RESTART", "FLEET_NUM_", "FLEET_SERVER_", "FLEET_WORKER_", "FLEET_STATUS_")
 _ROLE_NAMES = (
-    "TRAINING_ROLE", "FLAGS_selected_gpus", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
-    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", LOG_FORMAT,
-    MEMORY_FILES,
+    "FLAGS_selected_gpus", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FLEET_NUM_WORKERS",
+    "FLEET_SERVER_ENDPOINTS", "FLEET_STATUS_FILE", MEMORY_FILES,
 )  # fmt: skip
 
 
@@ -37,7 +36,8 @@ def run(job: JobSpec, plan: RankPlan, log_dir: Path) -> int:
     """Run the job to its end and return its exit status. No rank is left when this returns."""
     _handle_signals()
     _quiet_torch()
-    for name in [name for name in os.environ if name in _ROLE_NAMES or name.startswith(_ROLES)]:
+    kept = surroundings()
+    for name in [name for name in os.environ if name not in kept or name in _ROLE_NAMES or name.startswith("PADDLE_")]:
         del os.environ[name]
     watch = JobWatch(job, log_dir)
     try:

@@ -8,18 +8,11 @@ import os
 from collections.abc import Iterator
 
 from torchfleet.base.errors import RoleError
-from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.job_spec import JobSpec, Task, describe_settings, describe_task
 from torchfleet.launch.ranks.rank_plan import RankPlan, make_plan, require_gpus
+from torchfleet.launch.taken_options import RANKS
 from torchfleet.observe.watch.json_display import line_printer
 from torchfleet.observe.watch.metrics_ports import check_free, port_variables, tell_targets
-
-_OPTIONS = ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips")
-_OPTIONS_OF_SERVERS = (
-    "heter_worker_num", "heter_workers",
-    "server_num", "worker_num", "servers", "workers", "max_table_bytes", "table_memory",
-    "table_path", "save_root", "orphan_timeout", "private",
-    "log_max_bytes",
-)  # fmt: skip
 
 
 class RankLauncher:
@@ -35,21 +28,19 @@ class RankLauncher:
         add("--ips", help="all machines of a collective job, separated by commas; machine 0 is the first")
 
     def takes(self, options: argparse.Namespace) -> bool:
-        given = [f"--{name}" for name in _OPTIONS if getattr(options, name) is not None]
-        others = [f"--{name}" for name in _OPTIONS_OF_SERVERS if getattr(options, name) is not None]
-        others += [f"--{name}" for name in ("max_job_restart", "plain", "servers_run_script") if getattr(options, name)]
-        if given and others:
-            starts = f"{', '.join(given)} {'start' if given[1:] else 'starts'} a collective job"
-            raise RoleError(f"{starts}, {', '.join(others)} one with parameter servers: use one kind")
+        given = [f"--{name}" for name in RANKS if getattr(options, name) is not None]
         if given and options.key_dir and options.key_dir != os.environ.get("FLEET_KEY_DIR"):
             raise RoleError(
                 f"--key_dir is for parameter servers: torch.distributed, which {given[0]} uses, has no keys"
             )
         return bool(given)
 
-    def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
+    def describe(self, job: JobSpec, options: argparse.Namespace, meeting: str = "") -> list[str]:
+        """`meeting`: where machines meet, if that is not known before they start."""
         plan = _plan(job, options)
-        return [line for local in range(plan.num_ranks) for line in _describe_rank(job, plan, local)]
+        notes = _notes(job, plan, meeting)
+        ranks = [line for local in range(plan.num_ranks) for line in _describe_rank(job, plan, local, notes)]
+        return [*describe_settings(job), *ranks]
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         plan = _plan(job, options)
@@ -70,17 +61,24 @@ def _plan(job: JobSpec, options: argparse.Namespace) -> RankPlan:
     return dataclasses.replace(plan, environment={**plan.environment, **job.telling_variables})
 
 
-def _describe_rank(job: JobSpec, plan: RankPlan, local_rank: int) -> Iterator[str]:
+def _notes(job: JobSpec, plan: RankPlan, meeting: str) -> str:
+    """Return what --dry_run says beside the log of a rank: where machines meet, and that there are no keys."""
+    place = meeting or f"{plan.host}:{plan.port}"
+    notes = [f"; machines meet at {place}"] if plan.port else []
+    return "".join([*notes, "; insecure: other machines are talked to without keys"] if job.insecure else notes)
+
+
+def _describe_rank(job: JobSpec, plan: RankPlan, local_rank: int, notes: str) -> Iterator[str]:
     variables = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(plan.num_ranks)}
     variables |= port_variables(job.watching, local_rank)
     if plan.is_elastic:
         task = Task("local rank", local_rank, {**variables, **plan.environment})
         machines = f"{plan.min_machines} to {plan.max_machines} machines: ranks are numbered when they meet"
-        yield from describe_task(task, job.command, f"{machines}; logs: {job.latest}/workerlog.RANK")
+        yield from describe_task(task, job.command, f"{machines}; logs: {job.latest}/workerlog.RANK{notes}")
         return
     rank = (plan.machine or 0) * plan.num_ranks + local_rank  # if all machines have the same number of ranks
     world_size = plan.max_machines * plan.num_ranks
     variables |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": plan.host}
     variables |= {"MASTER_PORT": "(a free one, for every start)", **plan.environment}
     task = Task("rank", rank, variables)
-    yield from describe_task(task, job.command, f"log: {job.latest / task.log_name}")
+    yield from describe_task(task, job.command, f"log: {job.latest / task.log_name}{notes}")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torchfleet.base.cgroups import usable_cores
 from torchfleet.base.errors import RoleError
 from torchfleet.launch import roles
 from torchfleet.ps.net.keys import is_private
@@ -55,7 +56,7 @@ def make_plan(options: argparse.Namespace) -> RankPlan:
 
 
 def _environment(num_ranks: int, gpus: Sequence[str], is_loopback: bool) -> dict[str, str]:
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // num_ranks))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // num_ranks))
     made = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     if gpus:
         made["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -149,7 +150,7 @@ def _machine(rank: int | None, hosts: Sequence[str], least: int, most: int) -> i
         if not 0 <= rank < most:
             raise RoleError(f"--rank must be the number of this machine, 0 to {most - 1}; found {rank}")
         return rank
-    if most == 1:
+    if most == 1 and not hosts:
         return 0
     if not hosts:
         raise RoleError(f"--nnodes {most} needs --rank, the number of this machine (0 to {most - 1}), or --ips")

@@ -31,6 +31,12 @@ class Conditions:
     jitter: float = 0.0  # standard deviation of the computing time of a worker's steps, over its mean
     seed: int = 0
 
+    def __str__(self) -> str:
+        link = f"a link of {8 * self.link.bytes_per_second / 1e9:g} Gbit/s and {1e6 * self.link.latency:g} us"
+        steps = "measured" if self.step_seconds is None else f"{1000 * self.step_seconds:g} ms"
+        slow = f"{self.slow_share:g} of the workers {self.slow_factor:g} times slower"
+        return f"{link}, steps {steps} x {self.compute_scale:g}, {slow}, jitter {self.jitter:g}, seed {self.seed}"
+
     def slow_workers(self, num_workers: int) -> set[int]:
         """Return the slow workers: always the same for one seed."""
         num = math.ceil(self.slow_share * num_workers)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from torchfleet.base.errors import RoleError
+from torchfleet.base.role.variables import refuse_misspelt
 from torchfleet.launch.clusters.k8s.k8s_job import CACHE, KEYS, LOGS, SCRIPT, TMP, WORK, Claim
 from torchfleet.launch.clusters.secret_signs import variable_sign
 
@@ -15,7 +16,9 @@ RESERVED = (
     "FLEET_INDEX", "FLEET_GROUP", "FLEET_SERVER_ENDPOINTS", "FLEET_NUM_WORKERS", "FLEET_HEALTH_PORT", "FLEET_GRACE",
     "FLEET_SAVE_ON_STOP", "FLEET_KEY_DIR", "FLEET_INSECURE", "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN",
     "FLEET_FSYNC_MS", "FLEET_COORDINATOR", "FLEET_REPLICA", "FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_INDEX",
-    "FLEET_SERVER_INDEX", "FLEET_MIN_WORKERS", "JOB_COMPLETION_INDEX",
+    "FLEET_SERVER_INDEX", "FLEET_MIN_WORKERS", "FLEET_MAX_RESTART", "FLEET_WAIT_FOR_BACKUPS",
+    "FLEET_SERVERS_RUN_SCRIPT", "FLEET_STATUS_FILE", "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK",
+    "FLEET_WORKER_ENDPOINTS", "JOB_COMPLETION_INDEX",
 )  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -26,15 +29,21 @@ _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _TAKEN = (KEYS, SCRIPT, WORK, TMP, CACHE, LOGS, "/dev/shm")
 
 
-def variables(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+EXPORTS = ("FLEET_METRICS_PORT", "FLEET_METRICS_HOST", "FLEET_LOG_FORMAT")  # options of jobs, not of model servers
+
+
+def variables(texts: Sequence[str], reserved: Sequence[str] = RESERVED) -> tuple[tuple[str, str], ...]:
     """Parse --env NAME=VALUE. The last value of a name wins."""
     found: dict[str, str] = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not _NAME.fullmatch(name):
             raise RoleError(f"--env: expected NAME=VALUE, NAME of letters, digits and _; found {text!r}")
-        if name in RESERVED:
-            raise RoleError(f"--env {name}: the manifests set it themselves; leave it out")
+        if name in reserved:
+            raise RoleError(
+                f"--env {name}: the manifests set it themselves; leave it out. `fleetrun k8s --help` has an option for "
+                "what users decide"
+            )
         sign = variable_sign(name, value)
         if sign is not None:
             raise RoleError(
@@ -42,6 +51,7 @@ def variables(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
                 "the variables of a pod: put it into a Secret, and give --env_secret"
             )
         found[name] = value
+    refuse_misspelt(found)
     return tuple(found.items())
 
 

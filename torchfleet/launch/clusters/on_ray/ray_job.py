@@ -21,14 +21,15 @@ from torchfleet.launch.job_spec import JobSpec, Report, Task
 from torchfleet.launch.processes import Output
 from torchfleet.launch.roles import JobLayout, tasks
 from torchfleet.launch.supervisor import JobSupervisor
+from torchfleet.launch.surroundings import surroundings
 from torchfleet.observe.watch.metrics_ports import port_variables, served_on, tell_targets
 from torchfleet.ps.net.addresses import write_book
 from torchfleet.ps.net.keys import is_private, keygen
 from torchfleet.ps.net.replica_channels import SEPARATOR
 
-# Variables of fleetrun's environment that define a role: each process gets its own. The others are passed on to all.
-_OWN = ("FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_", "FLEET_SERVER_", "FLEET_KEY_DIR", "FLEET_REPLICA",
-        "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK", "FLEET_STATUS_FILE", "FLEET_NUM_WORKERS", FUNCTION)  # fmt: skip
+# Variables that each process gets anew. Other settings of torchfleet are passed on to all.
+_OWN = ("FLEET_WORKER_ENDPOINTS", "FLEET_SERVER_ENDPOINTS", "FLEET_KEY_DIR", "FLEET_STATUS_FILE", "FLEET_NUM_WORKERS",
+        FUNCTION)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class RayPlan:
     @property
     def num_processes(self) -> int:
         return self.num_ranks or self.num_servers * self.replicas + self.num_workers
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.min_workers < self.num_workers
 
     def shares(self, job: JobSpec, num_workers: int) -> list[Share]:
         """What the servers and this number of workers, or the ranks, reserve."""
@@ -92,9 +97,10 @@ class RayJob:
                 self._report(f"[fleetrun] Ray cannot start the actors; is torchfleet installed on all nodes? {error}")
                 return 1
             job = self._with_keys()
-            layout = self._layout()
+            self._key_dir, self._book = job.key_dir, Path(str(job.address_book))
+            layout = layout_of(self._plan, self._places)
             self._way, self._servers = job.way, layout.servers
-            made = self._ranks(base, attempt) if self._plan.num_ranks else self._tasks(job, layout, base)
+            made = self._ranks(base, attempt) if self._plan.num_ranks else server_tasks(job, self._plan, layout, base)
             for number, task in enumerate(made):  # a different metrics port for each: several may share a node
                 task.environment |= port_variables(job.watching, number)
             self._tell_targets(made)
@@ -155,62 +161,26 @@ class RayJob:
             key_dir = str(folder / "keys")
         return dataclasses.replace(self._job, key_dir=key_dir, address_book=str(book))
 
-    def _layout(self) -> JobLayout:
-        plan = self._plan
-        servers = tuple(
-            SEPARATOR.join(self._places["server", i, replica] for replica in range(plan.replicas))
-            for i in range(plan.num_servers)
-        )
-        hosts = [self._places.get(("worker", i, 0), "(no node yet):0") for i in range(plan.num_workers)]
-        workers = tuple(f"{place.rpartition(':')[0]}:0" for place in hosts)
-        backups = tuple(range(plan.num_servers)) if plan.replicas > 1 else ()
-        return JobLayout(servers, workers, tuple(range(plan.num_servers)), tuple(range(plan.num_workers)), backups)
-
-    def _tasks(self, job: JobSpec, layout: JobLayout, base: Mapping[str, str]) -> list[Task]:
-        self._key_dir, self._book = job.key_dir, Path(str(job.address_book))
-        common = {**_passed_on(), **base, **({"FLEET_INSECURE": "1"} if job.insecure else {})}
-        made = tasks(layout, len(layout.workers), common)
-        for task in made:
-            if self._is_elastic:
-                del task.environment["FLEET_WORKER_ENDPOINTS"]  # not all addresses are known
-            if task.role == "worker" and not os.environ.get("OMP_NUM_THREADS"):
-                task.environment["OMP_NUM_THREADS"] = str(max(1, int(job.resources_of("worker").cpus or 1)))
-        return made
-
     def _ranks(self, base: Mapping[str, str], attempt: int) -> list[Task]:
-        self._key_dir, plan = None, self._plan
-        host, _, port = self._places["rank", 0, 0].rpartition(":")
-        if not self._job.insecure and not is_private(f"tcp://{host}:{port}"):
+        place = self._places["rank", 0, 0]
+        if not self._job.insecure and not is_private(f"tcp://{place}"):
             raise RoleError(
-                f"the ranks would meet at {host}:{port}, which other machines can reach, and torch.distributed neither "
+                f"the ranks would meet at {place}, which other machines can reach, and torch.distributed neither "
                 "encrypts nor authenticates: everyone on that network could read and change the training, and run "
                 "code. Say --insecure if no other user is on it."
             )
-        common = {
-            **_passed_on(), **base, "WORLD_SIZE": str(plan.num_ranks), "MASTER_ADDR": host.strip("[]"),
-            "MASTER_PORT": port, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "LOCAL_WORLD_SIZE": str(plan.ranks_per_machine),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, int(self._cpus))),
-        }  # fmt: skip
-        # An actor sees only the GPUs that Ray assigned to it: the rank uses the first.
-        is_alone = bool(self._job.resources_of("rank").gpus)
-        local = [0 if is_alone else i % plan.ranks_per_machine for i in range(plan.num_ranks)]
-        return [Task("rank", i, {**common, "RANK": str(i), "LOCAL_RANK": str(n)}) for i, n in enumerate(local)]
-
-    @property
-    def _cpus(self) -> float:
-        return self._job.resources_of("rank").cpus or 1.0
+        return rank_tasks(self._job, self._plan, base, place, attempt)
 
     def _start(self, task: Task, report: Report, echo: bool, append: bool) -> RayTask:
         """Implements Start."""
         job = self._job
-        keys = keys_for(task.role, task.index, self._key_dir)
+        keys = {} if self._plan.num_ranks else keys_for(task.role, task.index, self._key_dir)
         command = self._plan.command_of(task.role)
         work = Work(task, command, self._plan.script, keys, function=self._function)
         node = self._nodes[task.role, task.index, task.replica]
         log, is_json = self._run_dir / task.log_name, job.watching.is_json
         output = Output(task, log, report, echo, append, job.max_log_bytes, is_json)
-        needed = self._is_needed if self._is_elastic and task.index >= self._plan.min_workers else None
+        needed = self._is_needed if self._plan.is_elastic and task.index >= self._plan.min_workers else None
         started = RayTask(work, node, self._run_dir, output, report, self._has_moved, needed, self._is_gone)
         if task.role != "server" and task.index == 0:
             self._first = started
@@ -224,10 +194,6 @@ class RayJob:
             leave_for(task.index, self._way, self._servers)
         except FleetError as error:
             self._report(f"[fleetrun] cannot tell the servers: {error}")
-
-    @property
-    def _is_elastic(self) -> bool:
-        return self._plan.min_workers < self._plan.num_workers
 
     def _is_needed(self) -> bool:
         """Whether an elastic job still has work for workers that joined later."""
@@ -248,8 +214,51 @@ class RayJob:
         return self._moved
 
 
+Key = tuple[str, int, int]  # of a process: its role, its index, its replica
+
+
+def layout_of(plan: RayPlan, places: Mapping[Key, str]) -> JobLayout:
+    """Return the layout of a job with servers whose processes have these addresses, host:port. Workers that Ray starts
+    later may be missing."""
+    servers = tuple(
+        SEPARATOR.join(places["server", i, replica] for replica in range(plan.replicas))
+        for i in range(plan.num_servers)
+    )
+    hosts = [places.get(("worker", i, 0), "(no node yet):0") for i in range(plan.num_workers)]
+    workers = tuple(f"{place.rpartition(':')[0]}:0" for place in hosts)
+    backups = tuple(range(plan.num_servers)) if plan.replicas > 1 else ()
+    return JobLayout(servers, workers, tuple(range(plan.num_servers)), tuple(range(plan.num_workers)), backups)
+
+
+def server_tasks(job: JobSpec, plan: RayPlan, layout: JobLayout, base: Mapping[str, str]) -> list[Task]:
+    """Return the processes of a job with servers. `base`: variables of all of them."""
+    common = {**_passed_on(), **base, **({"FLEET_INSECURE": "1"} if job.insecure else {})}
+    made = tasks(layout, len(layout.workers), common)
+    for task in made:
+        if plan.is_elastic:
+            del task.environment["FLEET_WORKER_ENDPOINTS"]  # not all addresses are known
+        if task.role == "worker" and not os.environ.get("OMP_NUM_THREADS"):
+            task.environment["OMP_NUM_THREADS"] = str(max(1, int(job.resources_of("worker").cpus or 1)))
+    return made
+
+
+def rank_tasks(job: JobSpec, plan: RayPlan, base: Mapping[str, str], place: str, attempt: int = 0) -> list[Task]:
+    """Return the processes of a collective job, which meet at `place`, host:port. `base`: variables of all of them."""
+    host, _, port = place.rpartition(":")
+    resources = job.resources_of("rank")
+    common = {
+        **_passed_on(), **base, "WORLD_SIZE": str(plan.num_ranks), "MASTER_ADDR": host.strip("[]"),
+        "MASTER_PORT": port, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "LOCAL_WORLD_SIZE": str(plan.ranks_per_machine),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, int(resources.cpus or 1))),
+    }  # fmt: skip
+    # An actor sees only the GPUs that Ray assigned to it: the rank uses the first.
+    local = [0 if resources.gpus else i % plan.ranks_per_machine for i in range(plan.num_ranks)]
+    return [Task("rank", i, {**common, "RANK": str(i), "LOCAL_RANK": str(n)}) for i, n in enumerate(local)]
+
+
 def _passed_on() -> dict[str, str]:
     """Return the variables of this process that are settings of torchfleet and do not define a role."""
     return {
-        name: value for name, value in os.environ.items() if name.startswith("FLEET_") and not name.startswith(_OWN)
+        name: value for name, value in surroundings().items() if name.startswith("FLEET_") and not name.startswith(_OWN)
     }
