@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from torchfleet.apps.serve.batching import Batcher, QueueFull, TookTooLong
+from torchfleet.apps.serve.queue_bounds import QueueBounds
 from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 
@@ -25,7 +26,7 @@ class Doubled:
 
 
 def batcher(compute: Doubled, wait: float = 0.0, in_thread: bool = False, timeout: float = 3600.0) -> Batcher:
-    return Batcher(compute, wait, 8, 16, timeout, ServingMetrics(None, 0, 1), in_thread)
+    return Batcher(compute, wait, 8, QueueBounds(8, 18, 3600.0), timeout, ServingMetrics(None, 0, 1), in_thread)
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
@@ -66,13 +67,59 @@ def test_a_full_queue_refuses_at_once() -> None:
 
     async def run() -> Any:
         made = batcher(compute)
-        first = [made.submit(Samples(8, {})) for _ in range(2)]
+        first = [made.submit(Samples(num, {})) for num in (8, 8, 1, 1)]
         with pytest.raises(QueueFull):
             made.submit(Samples(1, {}))
         await asyncio.gather(*first)
         return await made.submit(Samples(1, {}))
 
     assert asyncio.run(run()) == 2
+
+
+def test_an_eighth_of_the_queue_is_for_small_requests() -> None:
+    bounds = QueueBounds(1024, 8192, 1.0)
+    assert bounds.has_room(0, 1024)
+    assert bounds.has_room(7168 - 1024, 1024)
+    assert not bounds.has_room(7168 - 1023, 1024)
+    assert bounds.has_room(8192 - 16, 16)
+    assert not bounds.has_room(8192 - 15, 16)
+
+
+def test_the_queue_is_bounded_in_seconds_by_the_speed_of_the_last_batches() -> None:
+    bounds = QueueBounds(1024, 8192, 1.0)
+    assert bounds.has_room(7000, 128)
+    for _ in range(100):
+        bounds.note_batch(100, 0.2)  # 2 ms for each sample: 500 are a second's work
+    assert bounds.has_room(430, 64)
+    assert not bounds.has_room(445, 64)
+    assert bounds.has_room(490, 1)
+    assert not bounds.has_room(510, 1)
+    assert bounds.has_room(0, 1024)  # nothing waits
+    for _ in range(100):
+        bounds.note_batch(100, 0.01)
+    assert bounds.has_room(7000, 128)
+
+
+def test_one_long_pause_hardly_changes_the_bound() -> None:
+    bounds = QueueBounds(1024, 8192, 1.0)
+    for _ in range(100):
+        bounds.note_batch(4, 0.002)
+    bounds.note_batch(4, 60.0)
+    assert bounds.has_room(100, 32)
+    slow = QueueBounds(1024, 8192, 1.0)
+    slow.note_batch(1, 60.0)
+    assert slow.has_room(20, 4)
+    assert not slow.has_room(40, 4)
+
+
+def test_the_samples_of_a_request_are_known_by_its_size() -> None:
+    bounds = QueueBounds(1024, 8192, 1.0)
+    assert bounds.samples_of(1 << 20) == 1
+    for _ in range(100):
+        bounds.note_size(3000, 10)
+    assert bounds.samples_of(6000) in (19, 20)
+    assert bounds.samples_of(10) == 1
+    assert bounds.samples_of(1 << 30) == 1024
 
 
 def test_an_error_is_that_of_its_request() -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torchfleet.apps.serve.queue_bounds import QueueBounds
 from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.serving_metrics import ServingMetrics
 
@@ -17,7 +18,7 @@ Compute = Callable[[Sequence[Samples]], list[Any]]  # a result or an exception f
 
 
 class QueueFull(Exception):
-    """Too many samples are waiting."""
+    """Too many samples are waiting, or too many seconds of work."""
 
 
 class TookTooLong(Exception):
@@ -72,21 +73,27 @@ class Batcher:
         compute: Compute,
         wait: float,
         max_batch: int,
-        max_queue: int,
+        bounds: QueueBounds,
         timeout: float,
         metrics: ServingMetrics,
         in_thread: bool = False,
     ) -> None:
-        """`wait`: seconds that the first request of a batch waits for others. `max_batch`, `max_queue`: samples.
-        `timeout`: seconds after which a request is not computed any more.
+        """`wait`: seconds that the first request of a batch waits for others. `max_batch`: samples. `timeout`: seconds
+        after which a request is not computed any more.
         """
-        self._compute, self._wait, self._max_batch, self._max_queue = compute, wait, max_batch, max_queue
+        self._compute, self._wait, self._max_batch, self._bounds = compute, wait, max_batch, bounds
         self._timeout, self._metrics = timeout, metrics
         self._queue: deque[Waiting] = deque()
         self._num_waiting = 0
+        self.num_coming = 0  # samples of requests that are being decoded, about
+        self._ended = 0.0  # when the last batch was computed
         self._timer: asyncio.TimerHandle | None = None
         self._thread = ThreadPoolExecutor(1, "predict") if in_thread else None
         self._is_busy = False
+
+    def has_room(self, num: int) -> bool:
+        """Whether a request of `num` samples may wait now."""
+        return self._bounds.has_room(self._num_waiting + self.num_coming, num)
 
     def submit(self, samples: Samples) -> asyncio.Future[Any]:
         """The future of a result, with its version. Raises QueueFull."""
@@ -96,7 +103,7 @@ class Batcher:
 
     def submit_for(self, samples: Samples, receiver: Receiver) -> None:
         """Like submit, but for a receiver, since a future and its callbacks take longer. Raises QueueFull."""
-        if self._num_waiting + samples.num > self._max_queue:
+        if self._num_waiting and not self._bounds.has_room(self._num_waiting, samples.num):
             raise QueueFull
         loop = asyncio.get_running_loop()
         self._queue.append(Waiting(samples, time.monotonic(), receiver))
@@ -122,13 +129,15 @@ class Batcher:
         if not batch:
             return
         requests = [waiting.samples for waiting in batch]
+        due = min(time.monotonic(), batch[0].arrived + self._wait)
+        began = max(self._ended, due)  # what else the loop does while requests wait counts, too
         if self._thread is None:
-            self._end(batch, self._compute(requests))
+            self._end(batch, self._compute(requests), began)
             return
         self._is_busy = True
         loop = asyncio.get_running_loop()
         done = loop.run_in_executor(self._thread, self._compute, requests)
-        done.add_done_callback(lambda future: self._end(batch, future.result()))
+        done.add_done_callback(lambda future: self._end(batch, future.result(), began))
 
     def _take(self) -> list[Waiting]:
         """The oldest requests, as many as fit into a batch. Requests that have waited too long are not taken."""
@@ -151,8 +160,9 @@ class Batcher:
             self._metrics.batch(num)
         return taken
 
-    def _end(self, batch: Sequence[Waiting], results: Sequence[Any]) -> None:
-        self._is_busy = False
+    def _end(self, batch: Sequence[Waiting], results: Sequence[Any], began: float) -> None:
+        self._is_busy, self._ended = False, time.monotonic()
+        self._bounds.note_batch(sum([waiting.samples.num for waiting in batch]), self._ended - began)
         for waiting, result in zip(batch, results, strict=True):
             if waiting.receiver.is_waiting():
                 _deliver(waiting.receiver, result)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 
 from torchfleet.apps.serve.batching import Batcher, QueueFull, Receiver, TookTooLong
-from torchfleet.apps.serve.endpoints.inference_protocol import InferBody, InferenceProtocol, InferRequest
-from torchfleet.apps.serve.predictor import WrongRequest
+from torchfleet.apps.serve.endpoints.inference_protocol import InferenceProtocol, InferRequest
+from torchfleet.apps.serve.predictor import Predictor, WrongRequest
+from torchfleet.apps.serve.queue_bounds import QueueBounds
 from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.served_model import ServedModel
 from torchfleet.apps.serve.serving_metrics import MAX_TABLES, ServingMetrics
@@ -18,7 +21,10 @@ from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.base.errors import DataError, ServerUnreachable
 
 _LOOK = 0.1  # seconds between two looks for another version
+LARGE = 1 << 18  # bytes of a request that another thread decodes
 _LATER = ((b"retry-after", b"1"),)
+
+T = TypeVar("T")
 
 
 class Refusal(Exception):
@@ -37,11 +43,15 @@ class Inference:
         self.model, self._metrics, self._timeout = model, metrics, settings.timeout_s
         self.is_ending = False  # this process was told to end, and answers what still comes
         metrics.tables = sorted(model.version.tables)[:MAX_TABLES]
+        self._max_body = settings.max_body
+        max_seconds = min(settings.max_queue_s, settings.timeout_s)
+        self._bounds = QueueBounds(settings.max_batch, settings.max_queue, max_seconds)
+        self._decoding = ThreadPoolExecutor(1, "decode")  # its thread begins with the first large request
         self._batcher = Batcher(
             self._predicted,
             settings.batch_wait_ms / 1000,
             settings.max_batch,
-            settings.max_queue,
+            self._bounds,
             settings.timeout_s,
             metrics,
             in_thread=model.is_remote,
@@ -65,19 +75,55 @@ class Inference:
         """Of the current version."""
         return self.model.predictor.protocol
 
+    @property
+    def max_body(self) -> int:
+        """Bytes that a request may have: as the settings say, or what the model's features can need."""
+        return min(self._max_body, self.protocol.max_bytes)
+
+    def is_full(self, num_bytes: int) -> bool:
+        """Whether a request of this size would be refused now: it need not be read, nor decoded."""
+        return not self._batcher.has_room(self._bounds.samples_of(num_bytes))
+
     def decode(self, body: bytes, json_size: int | None) -> InferRequest:
-        """As InferenceProtocol.decode. The model whose features decode it answers it."""
+        """As InferenceProtocol.decode. The model whose features decode it answers it. Raises QueueFull."""
+        if self.is_full(len(body)):
+            raise QueueFull
         predictor = self.model.predictor
-        request = predictor.protocol.decode(body, json_size)
+        return self.noted(predictor.protocol.decode(body, json_size), predictor, len(body))
+
+    async def decoded(self, body: bytes, json_size: int | None) -> InferRequest:
+        """As decode. Other requests are answered while a large one is decoded."""
+        if len(body) <= LARGE:
+            return self.decode(body, json_size)
+        if self.is_full(len(body)):
+            raise QueueFull
+        predictor = self.model.predictor
+        request = predictor.protocol.known(body, json_size)
+        if request is None:
+            work = functools.partial(predictor.protocol.parsed_large, body, json_size)
+            request, found = await self.aside(work, len(body))
+            if json_size is None:
+                predictor.protocol.learn(body, request, found)
+        return self.noted(request, predictor, len(body))
+
+    async def aside(self, work: Callable[[], T], num_bytes: int) -> T:
+        """What `work` returns, computed in the thread that decodes large requests, one at a time."""
+        num = self._bounds.samples_of(num_bytes)
+        self._batcher.num_coming += num
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._decoding, work)
+        finally:
+            self._batcher.num_coming -= num
+
+    def noted(self, request: InferRequest, predictor: Predictor, num_bytes: int) -> InferRequest:
+        """The request, which the predictor that decoded it will answer. Its size says how many samples others have."""
         request.samples.decoded_by = predictor
+        self._bounds.note_size(num_bytes, request.samples.num)
         return request
 
-    def request(self, found: InferBody, rest: memoryview) -> InferRequest:
-        """As InferenceProtocol.request. The model whose features decode it answers it."""
-        predictor = self.model.predictor
-        request = predictor.protocol.request(found, rest)
-        request.samples.decoded_by = predictor
-        return request
+    def close(self) -> None:
+        self._decoding.shutdown(wait=False, cancel_futures=True)
+        self._batcher.close()
 
     def check_version(self, asked: str) -> None:
         """Raises Refusal unless `asked` is the version that is served now, or ""."""

@@ -118,5 +118,6 @@ class ReplicaApp:
         watching = asyncio.ensure_future(inference.watch())
         await receive()
         watching.cancel()
+        inference.close()
         model.close()
         await send({"type": "lifespan.shutdown.complete"})

@@ -29,6 +29,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch_wait_ms: float = 2.0
     max_batch: int = 1024  # samples of a request, and of a batch
     max_queue: int = 8192  # samples that wait
+    max_queue_s: float = 0.5  # seconds of work that wait, and never more than timeout_s
     max_body: int = 16 << 20  # bytes of a request
     max_connections: int = 1024  # of each process
     timeout_s: float = 10.0  # for a request to come in, and to be answered
@@ -45,13 +46,7 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def checked(self) -> ServeSettings:
         """With a name. Raises FleetError for settings that contradict each other or are out of range."""
-        for field in ("workers", "max_batch", "max_queue", "max_body", "max_connections", "threads"):
-            if getattr(self, field) < 1:
-                raise FleetError(f"--{field}: expected a number of at least 1, found {getattr(self, field)}")
-        if self.max_queue < self.max_batch:
-            raise FleetError(f"--max_queue {self.max_queue} is less than --max_batch {self.max_batch}: raise it")
-        if not 0 < self.timeout_s <= LONGEST_TIMEOUT:
-            raise FleetError(f"--timeout_s: expected seconds up to {LONGEST_TIMEOUT:g}, found {self.timeout_s:g}")
+        self._check_ranges()
         if not 0 <= self.batch_wait_ms < 1000 * self.timeout_s:
             raise FleetError(f"--batch_wait_ms {self.batch_wait_ms:g} must be less than --timeout_s {self.timeout_s:g}")
         if self.follow not in ("", "files") and self.shards:
@@ -73,6 +68,18 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not re.fullmatch(r"[\w.-]{1,128}", name):
             raise FleetError(f"--name: expected letters, digits, '.', '-' and '_', found {name!r}")
         return msgspec.structs.replace(self, name=name)
+
+    def _check_ranges(self) -> None:
+        for field in ("workers", "max_batch", "max_queue", "max_body", "max_connections", "threads"):
+            if getattr(self, field) < 1:
+                raise FleetError(f"--{field}: expected a number of at least 1, found {getattr(self, field)}")
+        if self.max_queue < self.max_batch:
+            raise FleetError(f"--max_queue {self.max_queue} is less than --max_batch {self.max_batch}: raise it")
+        for field in ("timeout_s", "max_queue_s"):
+            if not 0 < getattr(self, field) <= LONGEST_TIMEOUT:
+                raise FleetError(
+                    f"--{field}: expected seconds up to {LONGEST_TIMEOUT:g}, found {getattr(self, field):g}"
+                )
 
 
 class WorkerStart(msgspec.Struct, frozen=True):

@@ -46,9 +46,12 @@ def from_json(raw: msgspec.Raw, datatype: str, shape: list[int], name: str) -> A
     them; `raw` is flat or nested. Raises DataError for values of another type or number.
     """
     num, data, error = num_elements(shape, name), None, ""
-    is_nested = bytes(memoryview(raw)[:_HEAD]).lstrip()[1:].lstrip().startswith(b"[")
+    if datatype != "BYTES" and not may_have(raw, num):
+        raise DataError(f"input '{name}': expected {num} values for shape {shape}, found another number of them")
+    view = memoryview(raw)
+    is_nested = bytes(view[:_HEAD]).lstrip()[1:].lstrip().startswith(b"[")
     rank = max(1, len(shape)) if is_nested else 1
-    for has_nulls in (False, True):
+    for has_nulls in (False, True) if b"null" in bytes(view) else (False,):
         try:
             data = _decoder(datatype, rank, has_nulls).decode(raw)
             break
@@ -65,6 +68,14 @@ def from_json(raw: msgspec.Raw, datatype: str, shape: list[int], name: str) -> A
     values = np.empty(num, object)
     values[:] = flat
     return values
+
+
+def may_have(raw: msgspec.Raw, num: int) -> bool:
+    """Whether a JSON array of numbers can have `num` values. A text with too many is not decoded: each would take
+    memory first.
+    """
+    view = memoryview(raw)
+    return len(view) <= _HEAD or bytes(view).count(b",") + 1 == max(num, 1)
 
 
 def _flat(data: Any, shape: list[int], name: str) -> list[Any]:
@@ -112,12 +123,13 @@ def strings_from_bytes(data: memoryview, shape: list[int], name: str) -> list[by
     """The strings of a binary tensor: each is its length in four bytes, and its bytes."""
     found: list[bytes] = []
     num, at = num_elements(shape, name), 0
-    while at < len(data):
+    while at < len(data) and len(found) <= num:
         end = at + 4 + int.from_bytes(data[at : at + 4], "little")
         if end > len(data) or at + 4 > len(data):
             raise DataError(f"input '{name}': string {len(found)} ends behind the tensor's {len(data)} bytes")
         found.append(bytes(data[at + 4 : end]))
         at = end
     if len(found) != num:
-        raise DataError(f"input '{name}': expected {num} strings for shape {shape}, found {len(found)}")
+        more = " or more" if len(found) > num else ""
+        raise DataError(f"input '{name}': expected {num} strings for shape {shape}, found {len(found)}{more}")
     return found

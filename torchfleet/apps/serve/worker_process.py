@@ -80,6 +80,7 @@ def _serve(start: WorkerStart) -> None:
     gc.collect()
     gc.freeze()  # loaded objects stay: collecting garbage among them took 100 ms, in the middle of requests
     _new_loop().run_until_complete(_both(server, grpc, inference, socket.socket(fileno=start.socket)))
+    inference.close()
     model.close()
 
 

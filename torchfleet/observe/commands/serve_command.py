@@ -92,6 +92,13 @@ def _add_bounds(made: argparse.ArgumentParser, default: dict[str, object]) -> No
     ):
         bounds.add_argument(f"--{name}", type=int, default=default[name], metavar=metavar, help=text)
     bounds.add_argument(
+        "--max_queue_s",
+        type=float,
+        default=default["max_queue_s"],
+        metavar="S",
+        help="seconds of work that may wait, at the speed of the last batches; more is answered with 503 at once (0.5)",
+    )
+    bounds.add_argument(
         "--timeout_s",
         type=float,
         default=default["timeout_s"],

@@ -7,8 +7,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from torchfleet.apps.serve.batching import QueueFull
 from torchfleet.apps.serve.endpoints.bounded_http import BoundedProtocol
-from torchfleet.apps.serve.endpoints.http_app import ServingApp, sizes_of
+from torchfleet.apps.serve.endpoints.http_app import MAX_KEPT, ServingApp, sizes_of
 from torchfleet.apps.serve.endpoints.inference_protocol import InferRequest
 from torchfleet.apps.serve.inference import Refusal
 
@@ -37,19 +38,31 @@ class DirectProtocol(BoundedProtocol):
             return
         self._is_in_head, self._head_bytes = False, 0
         self.cycle = self._exchange = made
+        if made.is_refused:
+            made.release()
+            made.receive(QueueFull())  # the body is dropped as it comes
 
     def on_body(self, body: bytes) -> None:
         if isinstance(self.cycle, Exchange):
-            self.cycle.parts.append(body)
+            if not self.cycle.response_complete:
+                self.cycle.parts.append(body)
         else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         if isinstance(self.cycle, Exchange):
             self._is_reading = False
-            self.cycle.begin()
+            if self.is_over:
+                self.transport.close()
+            elif not self.cycle.response_complete:
+                self.cycle.begin()
         else:
             super().on_message_complete()
+
+    def end(self) -> None:
+        super().end()
+        if self.is_over and self._exchange is not None:
+            self._exchange.leave()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._exchange is not None:
@@ -67,9 +80,12 @@ class DirectProtocol(BoundedProtocol):
             json_size, length = sizes_of(self.headers)
         except Refusal:
             return None
-        if length is None or length > min(MAX_DIRECT, app.settings.max_body) or not app.reserve(length):
+        if length is None or length > app.max_body:
             return None
-        return Exchange(self, app, json_size, length)
+        is_full = app.inference.is_full(length)
+        if length > (MAX_KEPT if is_full else MAX_DIRECT) or not app.reserve(length):
+            return None
+        return Exchange(self, app, json_size, length, is_full)
 
     def _is_plain(self) -> bool:
         """Whether the request can be answered directly: no earlier one is open, the client reads, headers are plain."""
@@ -87,13 +103,16 @@ class DirectProtocol(BoundedProtocol):
 class Exchange:
     """A request and its answer. Has the attributes of RequestResponseCycle that uvicorn uses."""
 
-    def __init__(self, connection: DirectProtocol, app: ServingApp, json_size: int | None, length: int) -> None:
-        """`length`: bytes of the body, which `app` has reserved."""
+    def __init__(
+        self, connection: DirectProtocol, app: ServingApp, json_size: int | None, length: int, is_refused: bool
+    ) -> None:
+        """`length`: bytes of the body, which `app` has reserved. `is_refused`: the queue is full."""
         self.parts: list[bytes] = []
         self.response_started = self.response_complete = self.disconnected = False
         self.keep_alive = connection.parser.should_keep_alive() and not connection.is_ending
         self.message_event = self  # uvicorn calls its `set` to wake the request's task; here there is no task
-        self._connection, self._app, self._json_size, self._reserved = connection, app, json_size, length
+        self._connection, self._app, self._json_size = connection, app, json_size
+        self._reserved, self.is_refused = length, is_refused
         self._scope = connection.scope
         self._scope["method"], self._scope["path"] = "POST", app.infer_path
         self._began = time.monotonic()
@@ -115,7 +134,7 @@ class Exchange:
         self._app.inference.submit_for(self._request, self)
 
     def is_waiting(self) -> bool:
-        return not self._connection.transport.is_closing()
+        return not (self.response_complete or self._connection.transport.is_closing())
 
     def receive(self, result: Any) -> None:
         """Send the answer to a result, (version, outputs), or to an exception."""
@@ -153,5 +172,5 @@ class Exchange:
         head = b"%b%bcontent-length: %d\r\n\r\n" % (STATUS_LINE[status], b"".join(lines), len(body))
         connection.transport.write(head + body)
         if not self.keep_alive:
-            connection.transport.close()
+            connection.end()
         connection.on_response_complete()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import time
 from collections.abc import Awaitable, Callable
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from torchfleet import __version__
+from torchfleet.apps.serve.batching import QueueFull
 from torchfleet.apps.serve.endpoints.access_log import AccessLog
-from torchfleet.apps.serve.endpoints.grpc_tensors import body_of, fill, without_parameters
-from torchfleet.apps.serve.inference import Inference, Refusal
+from torchfleet.apps.serve.endpoints.grpc_tensors import body_of, check_fields, fill, without_parameters
+from torchfleet.apps.serve.endpoints.inference_protocol import MAX_INPUTS, InferenceProtocol, InferRequest
+from torchfleet.apps.serve.inference import LARGE, Inference, Refusal
 from torchfleet.apps.serve.serving_metrics import CLIENT_LEFT, ServingMetrics
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.base.errors import DataError, FleetError
@@ -23,7 +26,13 @@ SERVICE = "inference.GRPCInferenceService"
 MAX_MESSAGE = 4 << 20  # bytes; gRPC reads a whole message before we see it, so memory is bounded by this ...
 MAX_CALLS = 256  # ... times the calls of a process at one time
 _OPEN = {"ServerLive", "ServerReady"}  # for probes, which have no token
-_CODES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND", 503: "UNAVAILABLE"}
+_CODES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    404: "NOT_FOUND",
+    413: "RESOURCE_EXHAUSTED",
+    503: "UNAVAILABLE",
+}
 
 Method = Callable[[Any], Awaitable[Any]]
 
@@ -88,9 +97,10 @@ class GrpcApp:
         }
         handlers = {}
         for name, method in methods.items():
+            read = getattr(self._messages, f"{name}Request").FromString
             handlers[name] = self._grpc.unary_unary_rpc_method_handler(
                 self._guarded(name, method),
-                request_deserializer=getattr(self._messages, f"{name}Request").FromString,
+                request_deserializer=None if name == "ModelInfer" else read,  # which is read when the queue has room
                 response_serializer=getattr(self._messages, f"{name}Response").SerializeToString,
             )
         return self._grpc.method_handlers_generic_handler(SERVICE, handlers)
@@ -104,14 +114,15 @@ class GrpcApp:
                 if self._bearer and name not in _OPEN and not self._is_admitted(context):
                     raise Refusal(401, "expected the metadata authorization: Bearer TOKEN")
                 response = await method(request)
-            except (Refusal, DataError) as refusal:
-                status, text = getattr(refusal, "status", 400), str(refusal)
             except asyncio.CancelledError:  # the client has cancelled the call, or its connection is lost
                 self._note(name, CLIENT_LEFT, time.monotonic() - began, None, context)
                 raise
-            except Exception as error:  # a bug here or in the network: logged, and not shown to the client
-                tell(f"fleet serve: {name} failed: {type(error).__name__}: {error!s:.500}")
-                status, text = 500, "the server could not compute this; its log says why"
+            except Exception as error:
+                refusal = self._inference.refusal_of(error)
+                if refusal is None:  # a bug here or in the network: logged, and not shown to the client
+                    tell(f"fleet serve: {name} failed: {type(error).__name__}: {error!s:.500}")
+                    refusal = Refusal(500, "the server could not compute this; its log says why")
+                status, text = refusal.status, refusal.text
             self._note(name, status, time.monotonic() - began, response, context)
             if response is None:
                 code = getattr(self._grpc.StatusCode, _CODES.get(status, "INTERNAL"))
@@ -150,15 +161,34 @@ class GrpcApp:
         self._check(request.name, request.version)
         return self._messages.ModelMetadataResponse(**without_parameters(self._model.metadata()))
 
-    async def _infer(self, request: Any) -> Any:
-        self._check(request.model_name, "")
-        asked = self._inference.request(*body_of(request))
-        number, results = await self._inference.compute(asked, request.model_version)
+    async def _infer(self, data: bytes) -> Any:
+        """`data`: the message as it came. It is not decoded while the queue is full."""
+        inference = self._inference
+        if inference.is_full(len(data)):
+            raise QueueFull
+        if len(data) > inference.max_body:
+            raise Refusal(413, f"expected a message of at most {inference.max_body:,} bytes")
+        predictor = inference.model.predictor
+        work = functools.partial(self._read, data, predictor.protocol)
+        request, asked = work() if len(data) <= LARGE else await inference.aside(work, len(data))
+        inference.noted(asked, predictor, len(data))
+        number, results = await inference.compute(asked, request.model_version)
         response = self._messages.ModelInferResponse(
             model_name=self._settings.name, model_version=number, id=request.id
         )
         fill(response, asked.outputs, results, bool(request.raw_input_contents))
         return response
+
+    def _read(self, data: bytes, protocol: InferenceProtocol) -> tuple[Any, InferRequest]:
+        """A ModelInferRequest, and what it asks. Also called by the thread that decodes large ones."""
+        if len(data) > LARGE:
+            check_fields(data, 2 * MAX_INPUTS)
+        try:
+            request = self._messages.ModelInferRequest.FromString(data)
+        except Exception as error:  # DecodeError of protobuf, which is not imported here
+            raise DataError(f"expected a ModelInferRequest: {error!s:.200}") from None
+        self._check(request.model_name, "")
+        return request, protocol.request(*body_of(request))
 
     def _check(self, name: str, version: str) -> None:
         if name != self._settings.name:

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.apps.serve.endpoints.inference_protocol import InferBody, RequestOutput
-from torchfleet.apps.serve.endpoints.request_inputs import RequestInput
-from torchfleet.apps.serve.tensors import DATATYPES, datatype_of
+from torchfleet.apps.serve.endpoints.inference_protocol import InferBody, OutputParameters, RequestOutput
+from torchfleet.apps.serve.endpoints.request_inputs import InputParameters, RequestInput
+from torchfleet.apps.serve.tensors import DATATYPES, MAX_RANK, datatype_of, num_elements
 from torchfleet.base.errors import DataError
 
 # The field of InferTensorContents for each type. The protocol has no field for FP16, which comes as bytes.
@@ -27,6 +27,34 @@ FIELDS = {
 }
 
 
+def check_fields(data: bytes, most: int) -> None:
+    """Raise DataError for a message with more fields than this: each would take memory when it is decoded."""
+    at, num = 0, 0
+    while at < len(data) and num <= most:
+        tag, at = _varint(data, at)
+        if tag & 7 == 0:
+            _, at = _varint(data, at)
+        elif tag & 7 == 2:
+            size, at = _varint(data, at)
+            at += size
+        else:
+            at += {1: 8, 5: 4}.get(tag & 7, len(data))
+        num += 1
+    if num > most:
+        raise DataError(f"expected at most {most:,} fields in a message, found more")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """(the number that begins at this byte, the place behind it)."""
+    value = shift = 0
+    while at < len(data):
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            break
+    return value, at
+
+
 def body_of(message: Any) -> tuple[InferBody, memoryview]:
     """A ModelInferRequest as the request that JSON would give, and the bytes of its tensors. Raises DataError."""
     raw = list(message.raw_input_contents)
@@ -37,9 +65,12 @@ def body_of(message: Any) -> tuple[InferBody, memoryview]:
         if raw and one.HasField("contents"):
             raise DataError(f"input '{one.name:.80}': expected contents or raw_input_contents, found both")
         parts.append(raw[i] if raw else _as_bytes(one))
-        size = {"binary_data_size": len(parts[-1])}
-        inputs.append(RequestInput(one.name, list(one.shape), one.datatype, parameters=size))
-    outputs = [RequestOutput(one.name, dict.fromkeys(one.parameters, True)) for one in message.outputs]
+        size = InputParameters(len(parts[-1]))
+        inputs.append(RequestInput(one.name, list(one.shape[: MAX_RANK + 1]), one.datatype, parameters=size))
+    outputs = [
+        RequestOutput(one.name, OutputParameters(classification=0 if "classification" in one.parameters else None))
+        for one in message.outputs
+    ]
     return InferBody(inputs, message.id, outputs), memoryview(b"".join(parts))
 
 
@@ -54,6 +85,8 @@ def _as_bytes(one: Any) -> bytes:
         if field.name != wanted:
             raise DataError(f"input '{one.name:.80}': expected {wanted} for {one.datatype}, found {field.name}")
     values = getattr(one.contents, wanted)
+    if len(values) != num_elements(list(one.shape[: MAX_RANK + 1]), one.name):
+        raise DataError(f"input '{one.name:.80}': {len(values)} values, and shape {list(one.shape)!r:.80}")
     if one.datatype == "BYTES":
         return b"".join(len(string).to_bytes(4, "little") + string for string in values)
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from torchfleet import __version__
+from torchfleet.apps.serve.batching import QueueFull
 from torchfleet.apps.serve.endpoints.access_log import AccessLog
 from torchfleet.apps.serve.endpoints.inference_protocol import InferRequest
 from torchfleet.apps.serve.inference import Inference, Refusal
@@ -28,7 +29,8 @@ _JSON = (b"content-type", b"application/json")
 _OPEN = {"/v2/health/live", "/v2/health/ready"}  # for probes, which have no token
 _ALWAYS = {"/v2/health/live", "/metrics"}  # answered however many connections there are: a busy process is alive
 _EXTENSIONS = ["binary_tensor_data"]
-_BODIES = 256 << 20  # bytes of requests that are in this process at one time
+_BODIES = 64 << 20  # bytes of requests that are in this process at one time; four of the largest, if those are larger
+MAX_KEPT = 1 << 20  # bytes of a refused request that are read, to keep the connection
 
 Headers = list[tuple[bytes, bytes]]  # names are in lower case
 Reply = tuple[int, bytes, Headers]  # status, body, headers without the body's length
@@ -53,7 +55,7 @@ class ServingApp:
         self.settings, self._metrics, self._log = settings, metrics, log
         self._bearer = b"Bearer " + token if token else b""
         self._names = HostNames(settings.host, takes_any_beyond_loopback=True)
-        self._num_body_bytes = 0
+        self._num_body_bytes, self._most_bodies = 0, max(_BODIES, 4 * settings.max_body)
         name = settings.name
         self.infer_path = f"/v2/models/{name}/infer"
         self.infer_url = self.infer_path.encode()
@@ -171,13 +173,30 @@ class ServingApp:
         if method != "POST":
             raise Refusal(405, f"expected POST, found {method:.20}", ((b"allow", b"POST"),), True)
         json_size, length = sizes_of(scope["headers"])
-        if length is not None and length > self.settings.max_body:
+        if length is not None and length > self.max_body:
             raise self._too_large()
-        request = self.inference.decode(await self._body(receive), json_size)
+        if self.inference.is_full(length or 0):
+            is_awaited = any(name == b"expect" for name, _ in scope["headers"])  # a body that may never come
+            raise self._full(is_closed=is_awaited or length is None or length > MAX_KEPT)
+        body, held = await self._body(receive)
+        try:
+            request = await self.inference.decoded(body, json_size)
+        finally:
+            self.release(held)
+        del body
         number, results = await self.inference.compute(request, version)
         if await _has_left(receive):
             raise ClientLeft
         return self.answer(request, number, results)
+
+    @property
+    def max_body(self) -> int:
+        """Bytes that a request may have."""
+        return self.inference.max_body
+
+    @property
+    def too_large_text(self) -> str:
+        return f"expected a request of at most {self.max_body:,} bytes"
 
     def answer(self, request: InferRequest, version: str, results: Mapping[str, Any]) -> Reply:
         """The answer with predictions."""
@@ -187,8 +206,10 @@ class ServingApp:
         size = (b"inference-header-content-length", b"%d" % head)
         return 200, answer, [(b"content-type", b"application/octet-stream"), size]
 
-    async def _body(self, receive: Receive) -> bytes:
-        """The whole body. Raises Refusal if it is too large, or the bodies of all requests together; or ClientLeft."""
+    async def _body(self, receive: Receive) -> tuple[bytes, int]:
+        """The whole body, and what to release when it is not used any more. Raises Refusal if it is too large, or the
+        bodies of all requests together; or ClientLeft.
+        """
         held = 0
         parts: list[bytes] = []
         try:
@@ -197,21 +218,21 @@ class ServingApp:
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 part = message.get("body", b"")
-                held += len(part)
-                self._num_body_bytes += len(part)
-                if held > self.settings.max_body:
+                if held + len(part) > self.max_body:
                     raise self._too_large()
-                if self._num_body_bytes > _BODIES:
+                if not self.reserve(len(part)):
                     raise Refusal(503, "too many large requests at one time", ((b"retry-after", b"1"),), True)
+                held += len(part)
                 parts.append(part)
                 if not message.get("more_body", False):
-                    return parts[0] if len(parts) == 1 else b"".join(parts)
-        finally:
+                    return parts[0] if len(parts) == 1 else b"".join(parts), held
+        except BaseException:
             self.release(held)
+            raise
 
     def reserve(self, num_bytes: int) -> bool:
         """Reserve memory for a body of this size. Returns False if no memory is left; `release` gives it back."""
-        if self._num_body_bytes + num_bytes > _BODIES:
+        if self._num_body_bytes + num_bytes > self._most_bodies:
             return False
         self._num_body_bytes += num_bytes
         return True
@@ -220,7 +241,13 @@ class ServingApp:
         self._num_body_bytes -= num_bytes
 
     def _too_large(self) -> Refusal:
-        return Refusal(413, f"expected a request of at most {self.settings.max_body:,} bytes", close=True)
+        return Refusal(413, self.too_large_text, close=True)
+
+    def _full(self, is_closed: bool) -> Refusal:
+        """The refusal of a request whose body is not read: short ones are dropped, and their connection is kept."""
+        refusal = self.inference.refusal_of(QueueFull())
+        assert refusal is not None
+        return Refusal(503, refusal.text, refusal.headers, close=is_closed)
 
 
 async def _has_left(receive: Receive) -> bool:

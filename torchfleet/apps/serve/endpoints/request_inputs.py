@@ -12,6 +12,12 @@ from torchfleet.base.errors import DataError
 from torchfleet.data.features import Feature, FormerFeature
 
 
+class InputParameters(msgspec.Struct, frozen=True):
+    """The parameters of an input that are known here. Others are skipped, and take no memory."""
+
+    binary_data_size: int | None = None
+
+
 class RequestInput(msgspec.Struct):
     """An input, with the fields of the Open Inference Protocol."""
 
@@ -19,7 +25,7 @@ class RequestInput(msgspec.Struct):
     shape: list[int]
     datatype: str
     data: msgspec.Raw = msgspec.Raw()
-    parameters: dict[str, Any] = {}
+    parameters: InputParameters = InputParameters()
 
 
 def data_of(one: RequestInput, rest: memoryview) -> tuple[Any, memoryview]:
@@ -28,12 +34,12 @@ def data_of(one: RequestInput, rest: memoryview) -> tuple[Any, memoryview]:
     """
     if one.datatype != "BYTES" and one.datatype not in DATATYPES:
         raise DataError(f"input '{one.name:.80}': expected one of {', '.join(DATATYPES)}, BYTES as datatype")
-    size = one.parameters.get("binary_data_size")
+    size = one.parameters.binary_data_size
     if size is None:
         if not bytes(one.data):
             raise DataError(f"input '{one.name:.80}': expected data, or parameters with binary_data_size")
         return from_json(one.data, one.datatype, one.shape, one.name), rest
-    if type(size) is not int or not 0 <= size <= len(rest) or bytes(one.data):
+    if not 0 <= size <= len(rest) or bytes(one.data):
         raise DataError(f"input '{one.name:.80}': {size!r:.40} bytes of binary data, and {len(rest)} are left")
     own, rest = rest[:size], rest[size:]
     if one.datatype == "BYTES":
