@@ -4,6 +4,8 @@ single: one sample a request. batch: 32 samples a request. For each, the highest
 slowest hundredth, counted from the moment at which each request was due. The roof is the same HTTP server around plain
 torch, in turns.
 
+--overload: requests at one, two and four times what can be answered (serving_overload.py).
+
 python -m benchmarks.serving --json           python -m benchmarks.serving --quick
 """
 
@@ -97,10 +99,15 @@ def running(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
 def load(port: int, requests: Path, rate: float, seconds: float, connections: int) -> dict[str, float]:
     """Figures of one run of the load generator, in a process of its own. At least MIN_REQUESTS are sent."""
     seconds = max(seconds, MIN_REQUESTS / rate)
-    options = ["--port", str(port), "--requests", str(requests), "--path", PATH, "--rate", str(rate)]
-    options += ["--seconds", str(seconds), "--connections", str(connections)]
+    return generated(port, requests, connections, rate=rate, seconds=seconds)
+
+
+def generated(port: int, requests: Path, connections: int, **chosen: float) -> dict[str, float]:
+    """Figures of `python -m benchmarks.serving_load` with these options."""
+    options = ["--port", str(port), "--requests", str(requests), "--path", PATH, "--connections", str(connections)]
+    options += [text for name, value in chosen.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "benchmarks.serving_load", *options]
-    made = subprocess.run(command, capture_output=True, check=True, timeout=120 + 3 * seconds)
+    made = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=300 + 3 * chosen.get("seconds", 0.0))
     found: dict[str, float] = json.loads(made.stdout)
     return found
 
@@ -178,6 +185,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="serving processes")
     parser.add_argument("--batch_wait_ms", type=float, default=2.0)
     parser.add_argument("--no_roof", action="store_true")
+    parser.add_argument("--overload", action="store_true", help="only 1, 2 and 4 times what can be answered")
     parser.add_argument("--kinds", nargs="+", choices=[*GOALS], default=[*GOALS])
     parser.add_argument("--model", type=Path, help="keep the model in this folder, and use it if it is there")
     chosen = parser.parse_args()
@@ -187,6 +195,8 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
+    from benchmarks.serving_overload import overload_figures  # which uses this module
+
     chosen = options()
     with tempfile.TemporaryDirectory() as made:
         work = Path(made)
@@ -194,6 +204,10 @@ def main() -> None:
         if not folder.exists():
             log(f"making a model of {chosen.rows:,} rows")
             make_model(folder, chosen.rows)
+        if chosen.overload:
+            found = overload_figures(work, folder, chosen.rows, chosen.seconds)
+            report({**found, "rows": chosen.rows, "cores": len(os.sched_getaffinity(0))}, chosen.json)
+            return
         for kind, num in SAMPLES.items():
             write_requests(work / f"{kind}.jsonl", chosen.rows, num)
         port = free_port()

@@ -35,8 +35,8 @@ class Load:
     """What a run found, in seconds. `delays`: from the moment at which a request was due until it was sent."""
 
     latencies: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)  # of these, answered with 200
     delays: list[float] = field(default_factory=list)
-    failed: int = 0
     seconds: float = 0.0
     own_cpu: float = 0.0
 
@@ -48,7 +48,10 @@ class Load:
             "p99_ms": float(np.percentile(times, 99)),
             "p999_ms": float(np.percentile(times, 99.9)),
             "late_p99_ms": float(np.percentile(1000 * np.array(self.delays or [np.inf]), 99)),
-            "failed": self.failed,
+            "failed": len(self.latencies) - len(self.accepted),
+            "accepted": len(self.accepted),
+            "accepted_p99_ms": float(np.percentile(1000 * np.array(self.accepted or [np.inf]), 99)),
+            "seconds": self.seconds,
             "client_us": 1e6 * self.own_cpu / max(1, len(self.latencies)),
         }
 
@@ -70,9 +73,16 @@ class LoadGenerator:
 
     def run(self, rate: float, seconds: float, seed: int) -> Load:
         """Send requests at a mean rate, at random moments, for `seconds`, and wait for their answers."""
-        gaps = np.random.default_rng(seed).exponential(1 / rate, int(rate * seconds))
+        return self._at(np.cumsum(np.random.default_rng(seed).exponential(1 / rate, int(rate * seconds))).tolist())
+
+    def run_at_once(self, num: int) -> Load:
+        """Send `num` requests: each connection sends the next one when it has an answer."""
+        return self._at([0.0] * num)
+
+    def _at(self, moments: list[float]) -> Load:
+        """Send requests so many seconds from now."""
         load, cpu, start = Load(), time.process_time(), time.perf_counter() + 0.01
-        self._run(load, deque((start + np.cumsum(gaps)).tolist()))
+        self._run(load, deque([start + moment for moment in moments]))
         load.seconds, load.own_cpu = time.perf_counter() - start, time.process_time() - cpu
         return load
 
@@ -104,7 +114,8 @@ class LoadGenerator:
         if not is_whole(data):
             return False
         load.latencies.append(time.perf_counter() - connection.due)
-        load.failed += not data.startswith(b"HTTP/1.1 200")
+        if data.startswith(b"HTTP/1.1 200"):
+            load.accepted.append(load.latencies[-1])
         connection.received = b""
         return True
 
@@ -119,7 +130,7 @@ def is_whole(data: bytes) -> bool:
 
 
 def post(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -129,7 +140,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--requests", type=Path, required=True, help="bodies, one on each line")
     parser.add_argument("--path", required=True)
-    parser.add_argument("--rate", type=float, required=True)
+    parser.add_argument("--rate", type=float, default=0.0, help="0: --num requests, as fast as they are answered")
+    parser.add_argument("--num", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
@@ -137,7 +149,9 @@ def main() -> None:
     requests = [post(chosen.path, body) for body in chosen.requests.read_bytes().splitlines()]
     gc.disable()
     generator = LoadGenerator(chosen.port, requests, chosen.connections)
-    json.dump(generator.run(chosen.rate, chosen.seconds, chosen.seed).figures(), sys.stdout)
+    is_timed = chosen.rate > 0
+    found = generator.run(chosen.rate, chosen.seconds, chosen.seed) if is_timed else generator.run_at_once(chosen.num)
+    json.dump(found.figures(), sys.stdout)
     generator.close()
 
 
