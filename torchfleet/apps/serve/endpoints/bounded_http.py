@@ -53,10 +53,7 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.is_over:
-            self._num_dropped += len(data)
-            if self._num_dropped > MAX_DROPPED:
-                self.transport.close()
+        if self._is_dropped(data):
             return
         if self._is_in_head or not self._is_reading:
             self._head_bytes += len(data)
@@ -72,6 +69,13 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc]
             self._stop_clock()
         elif self._clock is None:
             self._start_clock()
+
+    def _is_dropped(self, data: bytes) -> bool:
+        if self.is_over:
+            self._num_dropped += len(data)
+            if self._num_dropped > MAX_DROPPED:
+                self.transport.close()
+        return self.is_over
 
     def on_message_begin(self) -> None:
         self._is_reading = self._is_in_head = True
