@@ -44,7 +44,7 @@ class PeakMemory:
 
 
 def memory_mb(processes: list[psutil.Process]) -> float:
-    return sum(process.memory_info().rss for process in processes) / 1e6
+    return float(sum(process.memory_info().rss for process in processes)) / 1e6
 
 
 def overload_figures(work: Path, folder: Path, num_rows: int, seconds: float) -> dict[str, float]:

@@ -68,16 +68,17 @@ def hostile(num_bytes: int) -> dict[str, bytes]:
     return bodies
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_wrong_request_is_bounded() -> None:
     """In processor time, and in memory beyond the request itself: no value is made of what is too much."""
     features = [Feature("ids", shape=[26]), Feature("tags", shape=None, default=[])]
     protocol = InferenceProtocol(ServingDescription(features, "batch"), ["out"], 1024)
-    for name, body in hostile(16 << 20).items():
+    for name, body in hostile(8 << 20).items():
         began = time.process_time()
         with pytest.raises(DataError):
             protocol.parsed_large(body, None)
-        assert time.process_time() - began < 1.5, name  # 0.1 s each; 1 to 4 s if all is decoded
-    for name, body in hostile(4 << 20).items():
+        assert time.process_time() - began < 1.0, name  # 0.05 s each; up to 2 s if all is decoded
+    for name, body in hostile(2 << 20).items():
         tracemalloc.start()
         with pytest.raises(DataError):
             protocol.parsed_large(body, None)

@@ -98,12 +98,14 @@ class Inference:
         if self.is_full(len(body)):
             raise QueueFull
         predictor = self.model.predictor
-        request = predictor.protocol.known(body, json_size)
-        if request is None:
-            work = functools.partial(predictor.protocol.parsed_large, body, json_size)
-            request, found = await self.aside(work, len(body))
-            if json_size is None:
-                predictor.protocol.learn(body, request, found)
+        known = predictor.protocol.known(body, json_size)
+        if known is not None:
+            return self.noted(known, predictor, len(body))
+        request, found = await self.aside(
+            functools.partial(predictor.protocol.parsed_large, body, json_size), len(body)
+        )
+        if json_size is None:
+            predictor.protocol.learn(body, request, found)
         return self.noted(request, predictor, len(body))
 
     async def aside(self, work: Callable[[], T], num_bytes: int) -> T:
