@@ -72,7 +72,7 @@ def hostile(num_bytes: int) -> dict[str, bytes]:
 def test_the_cost_of_a_wrong_request_is_bounded() -> None:
     """In processor time, and in memory beyond the request itself: no value is made of what is too much."""
     features = [Feature("ids", shape=[26]), Feature("tags", shape=None, default=[])]
-    protocol = InferenceProtocol(ServingDescription(features, "batch"), ["out"], 1024)
+    protocol = InferenceProtocol(ServingDescription(features, "batch"), ["out"], 256)
     for name, body in hostile(8 << 20).items():
         began = time.process_time()
         with pytest.raises(DataError):
