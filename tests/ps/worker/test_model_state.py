@@ -150,6 +150,17 @@ def test_part_of_a_model_can_be_loaded_by_itself() -> None:
         assert_same_state(part.model.state_dict(), {**before, **loaded})
 
 
+@pytest.mark.parametrize("mode", list(jobs.MODES))
+def test_what_a_part_of_a_state_does_not_name_stays_as_it_was_trained(mode: str) -> None:
+    with one_worker(Net(), SGD, mode=mode, num_servers=2) as part:
+        for batch in worker_batches(0, 3):
+            part.step(batch)
+        expected = copied(part.model.state_dict())
+        expected["out.bias"] = torch.tensor([0.7])
+        part.model.load_state_dict({"out.bias": torch.tensor([0.7])}, strict=False)
+        assert_same_state(copied(part.model.state_dict()), expected)
+
+
 def test_a_model_within_another_module_is_loaded_and_saved_with_it() -> None:
     expected = {f"inner.{name}": value for name, value in pretrained().items()}
     with one_worker(Net(), SGD, mode="async") as part:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from torchfleet.base.errors import FleetError, StrategyError
+from torchfleet.base.errors import FleetError, ModelError, StrategyError
 from torchfleet.ps.kernels.rows import all_finite
 from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.ps.worker.finite_gradients import check_finite
@@ -26,6 +27,12 @@ class HybridOptimizer(DistributedOptimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         super().__init__(optimizer, plan, has_network=True)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ModelError(
+                f"{type(optimizer).__name__} computes the loss several times in one step, by its closure, and in "
+                "hybrid mode workers exchange gradients once a step. Use an optimizer whose step() needs no closure."
+            )
         self._pushed = rows_of(plan)
         # Rows differ between workers: a norm over all parameters, which every worker clips by, must exclude them.
         for module in (module for group in plan.sparse.values() for module in group.modules):

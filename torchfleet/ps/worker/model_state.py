@@ -184,7 +184,10 @@ class ModelState:
         self._servers.communicator().hand_over()  # in geo mode this overwrites the model
         self._servers.meet()  # so that no worker pushes gradients after the load
         if self._is_first:
-            self._take_dense()
+            if (
+                self._servers.put_network is None
+            ):  # else the worker has the newest network, and the servers an older one
+                self._take_dense()
             with torch.no_grad():
                 for place, value in zip(places, values, strict=True):
                     _tensor(place).copy_(value)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import torchfleet as fleet
 from torchfleet.base.errors import ModelError
+from torchfleet.ps.worker.embedding.embedding_choice import choose
 
 NUM, DIM = 30, 6
 
@@ -75,3 +76,12 @@ def test_two_embeddings_of_one_weight_are_one_table_and_hold_one_stand_in() -> N
     assert model.users.weight is model.words.weight
     assert model.users.name == model.words.name == "words"
     assert model.words.weight.path == "words"
+
+
+def test_a_weight_that_is_computed_is_not_read_for_the_choice() -> None:
+    """Reading it in train mode is a step of spectral_norm's power iteration, as in a call of the model."""
+    model = torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(torch.nn.Embedding(NUM, DIM)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert choose(model, sparse=1).chosen == []
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name

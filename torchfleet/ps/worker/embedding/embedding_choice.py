@@ -34,7 +34,7 @@ class Auto(str):
         Real ids repeat more often, and leave more rows untouched.
         """
         untouched = math.exp(-self.num_lookups / module.num_embeddings)
-        return module.weight.nbytes >= AUTO_LEAST_BYTES and untouched >= AUTO_UNTOUCHED
+        return _num_bytes(module) >= AUTO_LEAST_BYTES and untouched >= AUTO_UNTOUCHED
 
 
 @dataclass
@@ -66,7 +66,7 @@ def choose(model: torch.nn.Module, sparse: Sparse) -> Choice:
         )
     choice, wanted = Choice(sparse), []
     for path, module in _torch_embeddings(model):
-        is_large = module.weight.nbytes >= AUTO_BYTES if least is None else module.num_embeddings >= least
+        is_large = _num_bytes(module) >= AUTO_BYTES if least is None else module.num_embeddings >= least
         is_large = sparse.is_worth_moving(module) if isinstance(sparse, Auto) else is_large
         if not module.sparse and (sparse is None or not is_large):
             choice.dense[path] = f"{module.num_embeddings:,} x {module.embedding_dim}"
@@ -93,9 +93,10 @@ def check_convertible(module: TorchEmbedding, path: str) -> None:
             f"'{path}': {type(module).__name__}.forward would be lost. Put an embedding of torch's into a module that "
             "does what it does."
         )
-    if type(module.weight) is not torch.nn.Parameter and not isinstance(module.weight, RowWeight):
+    kind = torch.Tensor if _is_computed(module) else type(module.weight)
+    if kind not in (torch.nn.Parameter, RowWeight):
         raise ModelError(
-            f"'{path}.weight' is a {type(module.weight).__name__}, and rows on servers stand for a plain "
+            f"'{path}.weight' is a {kind.__name__}, and rows on servers stand for a plain "
             "torch.nn.Parameter. Remove its parametrization, or leave it dense: sparse=False."
         )
     hooks = module.weight._backward_hooks or getattr(module.weight, "_post_accumulate_grad_hooks", None)
@@ -170,11 +171,23 @@ def _torch_embeddings(model: torch.nn.Module) -> Iterator[tuple[str, TorchEmbedd
             yield path, module
 
 
+def _num_bytes(module: TorchEmbedding) -> int:
+    """Of the rows, as servers hold them."""
+    return 4 * module.num_embeddings * module.embedding_dim
+
+
+def _is_computed(module: TorchEmbedding) -> bool:
+    """Whether the weight has a parametrization. Then reading it computes it, which may change what it is computed from:
+    with spectral_norm each reading in train mode is a step of its power iteration.
+    """
+    return torch.nn.utils.parametrize.is_parametrized(module, "weight")
+
+
 def _obstacle(module: TorchEmbedding, path: str, is_asked: bool) -> str:
     """Why an embedding that is large enough stays dense; "" if nothing prevents it. `is_asked`: chosen by its number of
     rows.
     """
-    if not module.weight.requires_grad and not is_asked:
+    if not _is_computed(module) and not module.weight.requires_grad and not is_asked:
         return "frozen: no gradient travels"
     try:
         check_convertible(module, path)

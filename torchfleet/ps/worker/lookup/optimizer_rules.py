@@ -28,7 +28,8 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
     supported = ", ".join(name.rpartition(".")[2] for row_rule in RULES.values() for name in row_rule.optimizers)
     raise ModelError(
         f"{type(optimizer).__name__} cannot run on servers. Supported: {supported}. In hybrid mode the network may "
-        f"have any optimizer: give the embeddings a param group of their own with a 'row_rule' ({', '.join(RULES)})."
+        "have any optimizer that needs no closure: give the embeddings a param group of their own with a 'row_rule' "
+        f"({', '.join(RULES)})."
     )
 
 
