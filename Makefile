@@ -7,7 +7,7 @@ JOBS ?= 6
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo demo-online test test-gpu test-triton test-clusters test-browser test-long test-bounds test-install test-image quick check docs screens wheel bench fuzz faults chaos clean
+.PHONY: setup demo demo-online test test-gpu test-triton test-clusters test-browser test-ecosystem test-long test-bounds test-install test-image quick check docs habits screens wheel bench fuzz faults chaos clean
 
 # One environment in steps, each with a mark: the package alone, what tests and checks need, and more for single targets.
 # pip compiles every module that it installs, one after another: without that, modules are compiled when they are used.
@@ -80,6 +80,15 @@ test-browser: $(VENV)/.browser
 	[ -n "$$FLEET_TEST_CHROMIUM" ] || command -v chromium >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium)
 	$(RUN) -m pytest -m browser -n 0
 
+# Models and training loops of seven other libraries, unchanged. RecBole's requirements are of 2023: it comes without them.
+test-ecosystem: $(VENV)/.ecosystem
+	$(RUN) -m pytest -m ecosystem -n 2 --dist loadgroup
+
+$(VENV)/.ecosystem: $(VENV)/.done
+	$(PIP) --editable '.[dev,ecosystem]'
+	$(PIP) --no-deps recbole==1.2.1
+	@touch $@
+
 # What takes most of a minute or more each; a workflow runs them every week.
 test-long: setup
 	$(RUN) -m pytest -m long -n 2 --dist loadgroup
@@ -124,6 +133,10 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: $(VENV)/.done
 	$(PIP) --editable '.[docs]'
 	@touch $@
+
+# The page of torch's habits in every mode, docs/torch_habits.md, from runs of all of them.
+habits: setup
+	PYTHONPATH=.:tests $(RUN) -m support.habits --write
 
 # Screens of the display for docs/screens, from real jobs in tmux: two minutes. Then those of the dashboard, in Chromium.
 screens: $(VENV)/.browser

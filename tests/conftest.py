@@ -43,10 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Files with slow tests come first: a slow test that began last would leave the other cores idle.
 
     Tests marked `gpu` are skipped unless `-m gpu` asks for them and there is one. Tests marked `cluster`, `browser`,
-    `long` or `install` run if `-m` names their mark, or one of them is asked for by its name.
+    `ecosystem`, `long` or `install` run if `-m` names their mark, or one of them is asked for by its name.
     """
     asked = config.getoption("-m")
-    left_out = [mark for mark in ("cluster", "browser", "long", "install") if mark not in asked]
+    left_out = [mark for mark in ("cluster", "browser", "ecosystem", "long", "install") if mark not in asked]
     if not any("::" in argument for argument in config.args):
         others = {item for item in items if any(item.get_closest_marker(mark) for mark in left_out)}
         config.hook.pytest_deselected(items=list(others))
