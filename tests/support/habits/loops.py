@@ -392,7 +392,7 @@ def shared_embedding(port: Port) -> Any:
     return trained(port, model, sgd(model))
 
 
-@LOOPS.habit("the whole weight is used in forward, as users @ items.weight.T", is_needed=True)
+@LOOPS.habit("the whole weight is used in training, as users @ items.weight.T")
 def whole_weight(port: Port) -> Any:
     class Ranks(torch.nn.Module):
         def __init__(self) -> None:

@@ -58,7 +58,7 @@ class Port:
         """By which a script divides its batch size, so that all workers together have the batch of one process."""
         return self.share()[1]
 
-    def __call__(self, *objects: Any) -> Any:
+    def __call__(self, *objects: Any, sparse: int | str = SPARSE) -> Any:
         """`fleet.prepare`."""
         if self.mode is None:
             return objects
@@ -70,7 +70,7 @@ class Port:
             settings = fleet.DistributedStrategy(
                 a_sync=True, a_sync_configs={"hybrid": True}, sync_timeout=100, rpc_timeout=100
             )
-        return fleet.prepare(*objects, sparse=SPARSE, strategy=settings)
+        return fleet.prepare(*objects, sparse=sparse, strategy=settings)
 
     def share(self) -> tuple[int, int]:
         """This worker's number and the number of workers."""

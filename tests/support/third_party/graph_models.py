@@ -97,7 +97,7 @@ def graphsage(port: Port) -> Outcome:
 
 
 def lightgcn(port: Port) -> Outcome:
-    """As PyG's example: the whole table goes through the graph in each step."""
+    """As PyG's example: the whole table goes through the graph in each step, so that it stays dense."""
     from torch_geometric.nn import LightGCN
 
     torch.manual_seed(SEED)
@@ -108,7 +108,7 @@ def lightgcn(port: Port) -> Outcome:
     triples = torch.stack([edges[0], edges[1], wrong], 1)
     triples = triples[: len(triples) // BATCH * BATCH]
     loader: Any = DataLoader(TensorDataset(triples), BATCH // port.num_workers)
-    model, optimizer, loader = port(model, adagrad(model, 0.05), loader)
+    model, optimizer, loader = port(model, adagrad(model, 0.05), loader, sparse="auto")
     both = torch.cat([edges, edges.flip(0)], dim=1)
     with recorded_losses() as losses:
         for _ in range(EPOCHS):

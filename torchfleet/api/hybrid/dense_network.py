@@ -80,6 +80,7 @@ class NetworkForward:
     def __init__(self, call: Forward, own: Forward) -> None:
         self._call, self._own = call, own
         functools.update_wrapper(self, own)
+        self.__code__ = getattr(own, "__code__", None)  # torch.export looks at it before it calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)

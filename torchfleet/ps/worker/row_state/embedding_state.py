@@ -52,6 +52,17 @@ class EmbeddingState(torch.nn.Module):
         self.table_rows = TableRows(padding_idx)
         self.is_copy = False  # a copy.deepcopy of a distributed embedding: it reads, and learns nothing
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As torch.nn.Module._apply, which `to` and its like call. Raises ModelError for another type than float32."""
+        dtype = fn(torch.empty(0, device=self.weight.device)).dtype
+        if dtype != torch.float32:
+            raise ModelError(
+                f"the rows of embedding '{self.name or ''}' are float32 in a model, and it is asked to be {dtype}. For "
+                "mixed precision use torch.autocast; for a model of another type to predict with, "
+                "fleet.to_plain(model).to(dtype)"
+            )
+        return super()._apply(fn, recurse)
+
     def table_spec(self, name: str) -> TableSpec:
         """The table's description, as far as the layer determines it: kind, shape, types and initial values."""
         kind = self.kind or default_kind(is_dense=False, has_size=self.num_embeddings is not None)

@@ -113,6 +113,8 @@ class RowWeight(torch.nn.Parameter):
             args, options = _with_wholes(args, wholes), _with_wholes(options, wholes)
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **options)
+            if name == ".data" and args[0].pending is not None:
+                return _DataOfRows.of(args[0], found)
             return args[0]._like(found) if name in _ITSELF and found is not args[0] else found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowWeight:
@@ -142,6 +144,33 @@ class RowWeight(torch.nn.Parameter):
         """For messages. (`name` is an attribute of every tensor.)"""
         place = f"'{self.path}.weight'" if self.path else "the weight of a SparseEmbedding"
         return f"{place} (table '{self.table}')" if self.table else place
+
+
+class _DataOfRows(torch.Tensor):
+    """`.data` of a weight whose rows are on servers: empty, so that a write into it would be lost."""
+
+    owner: str
+
+    @classmethod
+    def of(cls, weight: RowWeight, empty: torch.Tensor) -> torch.Tensor:
+        made: _DataOfRows = torch.Tensor._make_subclass(cls, empty, False)
+        made.owner = weight.name_in_model
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, options = _name_of(func), kwargs or {}
+        written = next((to for to in (*args[:1], options.get("out")) if isinstance(to, cls)), None)
+        if written is not None and (_is_in_place(name) or "out" in options):
+            raise ModelError(
+                f"{written.owner}.data: {name} would write into an empty tensor, and be lost: its rows are on the "
+                "servers. Leave this weight out. To hold rows in bounds: fleet.nn.SparseEmbedding(weight_bounds=...). "
+                "To set them: load_state_dict, or before fleet.distributed_model."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **options)
 
 
 class _ReadOnly(torch.autograd.Function):
@@ -191,10 +220,13 @@ def _writes(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> boo
     """Whether the call would change a RowWeight, or put hooks on it."""
     if name in _HOOKS or name.startswith("=") or any(isinstance(to, RowWeight) for to in _flat(options.get("out"))):
         return True
-    is_in_place = name.startswith("__i") or name in ("__setitem__", "backward")
-    is_in_place |= name.endswith("_") and not name.endswith("__")
+    is_in_place = name == "backward" or _is_in_place(name)
     # torch.nn.init passes its tensor by name
     return is_in_place and any(isinstance(to, RowWeight) for to in (*args[:1], *options.values()))
+
+
+def _is_in_place(name: str) -> bool:
+    return name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _name_of(func: Callable[..., Any]) -> str:
