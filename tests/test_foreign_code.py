@@ -55,6 +55,7 @@ EXCEPTIONS = {
     ): "torch's own modules, by names in the code",
     ("collective/strategies/layerwise/multi_tensor.py", "importlib.util.find_spec"): "whether triton is there",
     ("collective/strategies/fusion.py", "importlib.util.find_spec"): "whether triton is there",
+    ("base/entry.py", "importlib.import_module"): "the two command lines, by names in the code",
     ("base/pages.py", "importlib.metadata.files"): "where pip has put the pages of the documents",
     ("base/extras.py", "importlib.import_module"): "packages of extras, by their names in the code",
     ("base/extras.py", "importlib.util.find_spec"): "whether the package of an option is there",

@@ -17,6 +17,7 @@ import torch
 
 from torchfleet.api import process_role, training_passes
 from torchfleet.base.errors import FleetError
+from torchfleet.base.prepared_types import prepared
 
 _WORLDS = ("worker", "server", "all")
 _MODES = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -101,7 +102,7 @@ def _sent_array(value: torch.Tensor | npt.NDArray[Any]) -> _SentArray:
 
 
 def _received(part: bytes) -> Any:
-    found = msgspec.msgpack.decode(part, type=_Gathered)
+    found = msgspec.msgpack.decode(part, type=prepared(_Gathered))
     if found.array is None:
         return found.plain
     array = np.frombuffer(found.array.data, np.dtype(found.array.dtype)).reshape(found.array.shape).copy()

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,7 @@ class Images:
 
     def __init__(self, folder: Path, place: Path) -> None:
         self._folder, self._place = folder, place
+        self._lock = threading.Lock()
         self.copies: list[Path] = []
 
     def __enter__(self) -> None:
@@ -145,10 +147,11 @@ class Images:
         self.copy()
 
     def copy(self) -> None:
-        copied = self._place / str(len(self.copies))
-        with mock.patch.multiple(os, **_CALLS):
-            shutil.copytree(self._folder, copied)
-        self.copies.append(copied)
+        with self._lock:  # servers change names in threads of their own
+            copied = self._place / str(len(self.copies))
+            with mock.patch.multiple(os, **_CALLS):
+                shutil.copytree(self._folder, copied)
+            self.copies.append(copied)
 
     def _noted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(path: Any, *rest: Any, **named: Any) -> Any:

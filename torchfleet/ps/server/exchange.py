@@ -135,7 +135,8 @@ def _make_if_complete(state: State, bucket: int) -> None:
         bodies = {worker: present.bodies[worker] for worker in present.workers}
         told["told"] = {w: [body.samples, body.seconds, body.is_last, body.rates] for w, body in bodies.items()}
         leaving = _leaving(state, bodies)
-        told["leaving"] = sorted(leaving)
+        if leaving:
+            told["leaving"] = sorted(leaving)
         with_samples = [worker for worker, body in bodies.items() if body.samples != 0]
         told["entering"] = meetings.entrance.admit(present.workers, leaving, holders=with_samples or None)
     for request, answer in meetings.rounds.make(bucket, told):

@@ -53,15 +53,17 @@ class EmbeddingState(torch.nn.Module):
         self.is_copy = False  # a copy.deepcopy of a distributed embedding: it reads, and learns nothing
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As torch.nn.Module._apply, which `to` and its like call. Raises ModelError for another type than float32."""
+        """As torch.nn.Module._apply, which `to` and its like call. Raises ModelError in a job for another type than
+        float32.
+        """
         dtype = fn(torch.empty(0, device=self.weight.device)).dtype
-        if dtype != torch.float32:
+        if dtype != torch.float32 and getattr(self.weight, "pending", None) is not None:
             raise ModelError(
                 f"the rows of embedding '{self.name or ''}' are float32 in a model, and it is asked to be {dtype}. For "
                 "mixed precision use torch.autocast; for a model of another type to predict with, "
                 "fleet.to_plain(model).to(dtype)"
             )
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def table_spec(self, name: str) -> TableSpec:
         """The table's description, as far as the layer determines it: kind, shape, types and initial values."""
