@@ -36,6 +36,7 @@ def test_a_seed_gives_the_same_history_bit_for_bit(fleet: str) -> None:
 FOUND = [
     "sessions: outcomes are not kept",
     "log: replies leave before their entries are safe",
+    "desertion: the view says that the job is over",
 ]
 FOUND_TOO = [
     "wait: the others go on without a lost worker",
@@ -51,6 +52,8 @@ FOUND_TOO = [
     "elastic: servers go on when the last worker has left",
     "replica: is restored from its log though the view does not name it",
     "replica: a new run goes on from any log",
+    "starting: servers do not wait for a worker that is being started",
+    "desertion: servers end as if all workers had left",
 ]
 
 

@@ -15,6 +15,7 @@ from torchfleet.base.monitor.freshness import advice, summed
 from torchfleet.base.pages import page
 from torchfleet.base.role.role_info import HETER_WORKER
 from torchfleet.launch.endurance.loss import leave_for, tell_of_loss
+from torchfleet.launch.endurance.starting import Starting
 from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
 from torchfleet.launch.job_spec import CAUSE, JobSpec, RunningTask, Start, Task, ending_of, is_late, keeps_log
 from torchfleet.launch.job_watch import JobWatch
@@ -70,9 +71,12 @@ class JobSupervisor:
         is_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.signal(number, self._stop) for number in _SIGNALS} if is_main else {}
         try:
-            with contextlib.closing(JobWatch(self._job, self._log_dir, self._attempt)) as watch:
+            with (
+                contextlib.closing(JobWatch(self._job, self._log_dir, self._attempt)) as watch,
+                contextlib.closing(Starting(self._job.way, self._layout.servers)) as starting,
+            ):
                 try:
-                    return self._run(watch)
+                    return self._run(watch, starting)
                 finally:
                     end_all(self._processes)
         finally:
@@ -82,7 +86,7 @@ class JobSupervisor:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
 
-    def _run(self, watch: JobWatch) -> int:
+    def _run(self, watch: JobWatch, starting: Starting) -> int:
         first = next((task for task in self._tasks if task.role != "server"), None)
         for task in self._tasks:
             append = self._attempt > 0  # the logs of all attempts are kept
@@ -100,6 +104,7 @@ class JobSupervisor:
                 return odd
             if self._is_over():
                 return self._conclude(watch)
+            starting.look(self._restarted())
             watch.show(self._processes)
             time.sleep(pause)
         watch.report(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
@@ -155,6 +160,12 @@ class JobSupervisor:
     def _needing(self) -> list[RunningTask]:
         """Return the workers of this machine that need servers."""
         return [p for p in self._of("worker") if p.returncode is None and not p.status().get("left")]
+
+    def _restarted(self) -> list[tuple[int, int]]:
+        """Return the workers of this machine that were started again and have not joined yet, each with its number of
+        restarts."""
+        workers = (p for p in self._of("worker") if p.num_restarts and p.returncode is None and not p.status())
+        return [(p.task.index, p.num_restarts) for p in workers]
 
     def _partner(self, process: RunningTask) -> RunningTask | None:
         """Return the other replica of a server, if it runs on this machine."""

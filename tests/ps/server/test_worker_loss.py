@@ -98,6 +98,27 @@ class TestEnd:
         assert names(text, "worker 1")
 
 
+class TestStarting:
+    def test_a_server_stays_while_a_launcher_starts_a_worker_and_ends_afterwards(self) -> None:
+        job = Job(1, "end")
+        job.begin(0)
+        assert_ok(job.join(job.workers[0], again=True, ended=True))
+        job.silent.add(0)
+        launcher = Talk(job.handler, role=Role.LAUNCHER)
+        for _ in range(3 * RESTART_TIMEOUTS):
+            assert_ok(launcher.ask(Command.STARTING, pack({"workers": [0], "seconds": 2 * TIMEOUT})))
+            job.later(TIMEOUT)
+            assert not job.server.is_stopping
+        job.later(2 * TIMEOUT)
+        assert job.server.is_stopping
+        assert names(job.server.desertion, "worker 0", "fleet.stop_worker()")
+
+    @pytest.mark.parametrize("wrong", [{"workers": [3]}, {"workers": [-1]}, {"workers": []}, {"seconds": 0.0}])
+    def test_numbers_and_times_that_cannot_be_are_refused(self, job: Job, wrong: dict[str, Any]) -> None:
+        body = pack({"workers": [0], "seconds": 1.0, **wrong})
+        assert refusal(Talk(job.handler, role=Role.LAUNCHER).ask(Command.STARTING, body))[0] == "WireError"
+
+
 class TestGoOn:
     def test_a_step_is_the_mean_of_those_who_pushed(self, job: Job) -> None:
         job.push(0, 2.0), job.push(1, 4.0)

@@ -7,11 +7,12 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 from support.faults.clocks import MachineClock
-from support.faults.disks import Disks
+from support.faults.disks import Disk, Disks
 from support.faults.history import Violation, expect
 from support.faults.nodes import Node
 from support.faults.same_state import check_same, make_first_values
@@ -21,7 +22,7 @@ from support.faults.virtual_world import Over
 from torchfleet.base.errors import LogError
 from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
 from torchfleet.ps.server.log.log_records import Records
-from torchfleet.ps.server.log.log_start import read_start
+from torchfleet.ps.server.log.log_start import START, read_start
 from torchfleet.ps.server.log.logged_server import LoggedServer
 from torchfleet.ps.server.server import Server
 
@@ -101,6 +102,14 @@ class LoggedNode(Node):
             writer.freeze(seconds)
 
 
+def finish_with_log(node: Node, disk: Disk) -> None:
+    """The process ends because all workers are lost. Its log, if it has one, is kept."""
+    start = disk.folder / START
+    had_log = start.exists()
+    if node.finish():
+        expect(start.exists() or not had_log, f"{node.name} has removed its log, although workers are lost")
+
+
 class LoggedFleet(Fleet):
     """`--durability log`."""
 
@@ -121,6 +130,14 @@ class LoggedFleet(Fleet):
 
     def make_node(self, shard: str, index: int) -> LoggedNode:
         return LoggedNode(self, shard, self.setting.new_clock(1000.0 * (index + 1)))
+
+    def deserted(self) -> Iterator[tuple[Node, str]]:
+        for node in self.nodes:
+            if node.is_alive and not node.is_frozen and node.handler.server.desertion:
+                yield node, node.handler.server.desertion
+
+    def finish(self, node: LoggedNode) -> None:
+        finish_with_log(node, node.disk)
 
     def servers(self) -> list[Server]:
         return [node.handler.server for node in self.nodes]

@@ -11,7 +11,7 @@ from unittest import mock
 
 from support.faults.disks import Disks
 from support.faults.history import expect
-from support.faults.logged_fleet import FAST_FOLDER
+from support.faults.logged_fleet import FAST_FOLDER, finish_with_log
 from support.faults.network import Doors
 from support.faults.replica_fleet import ReplicaFleet, ReplicaNode
 from support.faults.same_state import check_same, make_first_values
@@ -114,6 +114,9 @@ class LoggedReplicaFleet(ReplicaFleet):
             seconds = dice.choice([0.5, 4.0])
             self.setting.history.note(f"the disk of {node.name} is full for {seconds:g} s")
             node.disk.full_until = self.setting.world.now + seconds
+
+    def finish(self, node: LoggedReplicaNode) -> None:
+        finish_with_log(node, node.disk)
 
     def _kill_both(self, node: LoggedReplicaNode, pauses: list[float], later: list[float]) -> None:
         both = node, self._pair(node.shard)[1 - node.replica]

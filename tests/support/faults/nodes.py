@@ -61,6 +61,17 @@ class Node:
         """As kill -9: what it had not handed on is gone."""
         self.handler, self._frozen_until, self._busy_life = None, 0.0, 0
 
+    def finish(self) -> bool:
+        """Its process ends by itself, as ServerRun lets it end. Returns False if it is killed meanwhile."""
+        life = self._life
+        with self._running():
+            self.handler.end()
+        if life != self._life or self.handler is None:
+            return False
+        self.handler = None  # it has closed its files
+        self.crash()
+        return True
+
     def freeze(self, seconds: float) -> None:
         """As SIGSTOP, and SIGCONT after so long. What comes meanwhile waits in its sockets."""
         until = self.world.now + seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 from support.faults.history import Violation, expect
@@ -113,6 +113,14 @@ class ReplicaFleet(Fleet):
     def _connect(self, name: str, shard: int) -> ReplicaChannels:
         names = [f"{self.setting.shards[shard]}.{replica}" for replica in range(2)]
         return ReplicaChannels([self.setting.doors.connect(name, to) for to in names], shard, Role.FIRST_WORKER)
+
+    def deserted(self) -> Iterator[tuple[Node, str]]:
+        for node in self.nodes:
+            if not node.is_alive or node.is_frozen:
+                continue
+            expect(not node.handler.is_over, f"{node.name} ends as if all workers had left")
+            if node.handler._server.desertion:
+                yield node, node.handler._server.desertion
 
     def servers(self) -> list[Server]:
         """By shard, the primary's."""

@@ -21,6 +21,7 @@ from support.faults.workloads.geo_rounds import GeoRounds
 from support.faults.workloads.lost_workers import AwaitedWorkers, LostWorkers
 from support.faults.workloads.meetings import Meetings
 from support.faults.workloads.policies import Policies
+from support.faults.workloads.slow_starts import SlowStarts
 from support.faults.workloads.sync_steps import SyncSteps
 from support.faults.workloads.tokens import Tokens
 from support.lossy import Faults
@@ -39,6 +40,7 @@ SCRIPTS: dict[str, Callable[[Setting, int], Script]] = {
     "lost workers": LostWorkers,
     "meetings": Meetings,
     "policies": Policies,
+    "slow starts": SlowStarts,
     "sync": SyncSteps,
     "tokens": Tokens,
 }
@@ -106,7 +108,7 @@ def run(plan: Plan) -> Outcome:
     setting.drift, setting.share_lost, setting.is_unlucky = plan.drift, plan.share_lost, plan.is_unlucky
     # What a machine has left of its memory, and what it prints, is no part of a schedule.
     with setting.world.in_charge(), _without_memory_limits(), contextlib.redirect_stderr(io.StringIO()), setting.stack:
-        fleet = FLEETS[plan.fleet](setting)
+        fleet = setting.fleet = FLEETS[plan.fleet](setting)
         script = SCRIPTS[plan.script](setting, plan.seed)
         script.begin()
         _plan_faults(plan, setting, fleet)

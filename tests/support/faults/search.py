@@ -13,6 +13,7 @@ from support.faults.bugs import (
     planted_members,
     planted_replica_logs,
     planted_replicas,
+    planted_starts,
 )
 from support.faults.planted import BUGS, planted
 from support.faults.schedules import Plan, load_kernels, run
@@ -28,6 +29,7 @@ PLANTED = (
     planted_members,
     planted_replica_logs,
     planted_replicas,
+    planted_starts,
 )
 MISTAKES = (TypeError, AttributeError, NameError)
 

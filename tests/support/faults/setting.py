@@ -18,6 +18,7 @@ from support.faults.virtual_world import Actor, World
 from support.lossy import Faults
 
 from torchfleet.ps.net.transport import Channel
+from torchfleet.ps.net.wire import Role
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
@@ -40,6 +41,7 @@ class Setting:
     on_loss: str = "end"  # what the loss of a worker means to the others
     min_workers: int = 0  # above 0: the job is elastic
     has_faults: bool = True  # until the script is done
+    fleet: Fleet | None = None  # for scripts with a launcher
     drift: float = 0.0  # by which rates of clocks differ from 1
     share_lost: float = 0.0  # of the coordinator's answers
     is_unlucky: bool = False  # see Plan
@@ -53,10 +55,13 @@ class Setting:
         shards = [f"shard{i}" for i in range(num_shards)]
         return cls(world, network, Doors(network), History(world), shards, num_workers)
 
-    def client(self, name: str, worker: int, window: int = 4, process: int = 0) -> Client:
+    def client(
+        self, name: str, worker: int, window: int = 4, process: int = 0, role: Role = Role.FIRST_WORKER
+    ) -> Client:
         """`process`: the number of the worker's process, if it has several."""
         channels = [self.connect(name, i) for i in range(len(self.shards))]
-        return Client(channels, worker=worker, patience=PATIENT, window=window, process=process or 1000 + worker)
+        number = process or 1000 + worker
+        return Client(channels, worker=worker, role=role, patience=PATIENT, window=window, process=number)
 
     def connect(self, name: str, shard: int) -> Channel:
         """A client's way to a server; fleets with replicas put another in its place."""
@@ -113,6 +118,15 @@ class Fleet:
     def settle(self) -> None:
         """All that is under way arrives; called when no client asks for anything any longer."""
         self.setting.world.pass_time(5.0)
+
+    def deserted(self) -> Iterator[tuple[Node, str]]:
+        """Nodes that are about to end because all workers are lost, each with its reason."""
+        for node in self.nodes:
+            if node.is_alive and not node.is_frozen and node.handler.desertion:
+                yield node, node.handler.desertion
+
+    def finish(self, node: Any) -> None:
+        """The node's process ends by itself; only where rows outlive it."""
 
     def servers(self) -> list[Server]:
         """By shard, the replica that serves it now."""

@@ -39,7 +39,7 @@ def process_settings(found: Mapping[str, str]) -> dict[str, Any]:
         "max_restart": _restarts(found),
         "waits_for_backups": is_on(found, WAIT_FOR_BACKUPS, "1"),
         "start_timeout": start_timeout_of(found),
-        "worker_timeout": _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout),
+        "worker_timeout": worker_timeout_of(found),
         "orphan_timeout": _seconds(found, "FLEET_ORPHAN_TIMEOUT", RoleInfo.orphan_timeout, or_never=True),
         **durability_of(found),
     }
@@ -48,6 +48,11 @@ def process_settings(found: Mapping[str, str]) -> dict[str, Any]:
 def start_timeout_of(found: Mapping[str, str]) -> float:
     """Seconds that a process waits for others that do not respond, from the environment. Raises RoleError."""
     return _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout)
+
+
+def worker_timeout_of(found: Mapping[str, str]) -> float:
+    """Seconds of silence after which a worker counts as lost, from the environment. Raises RoleError."""
+    return _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout)
 
 
 def loss_of(found: Mapping[str, str], num_workers: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torchfleet.base.cgroups import usable_cores
@@ -30,11 +30,14 @@ from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.health import HealthPort
+from torchfleet.launch.endurance.starting import Starting
 from torchfleet.launch.processes import module_command, script_command
 from torchfleet.launch.server_command import server_command
 from torchfleet.launch.server_nursery import TIE_TO_PARENT
 from torchfleet.launch.surroundings import ROLES
 from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.net.private_jobs import Way
+from torchfleet.ps.net.wire import Role
 
 GROUP, INDEX, GRACE, PORT = "FLEET_GROUP", "FLEET_INDEX", "FLEET_GRACE", "FLEET_HEALTH_PORT"
 _INDEXES = (INDEX, "JOB_COMPLETION_INDEX")  # an Indexed Job of Kubernetes sets the second
@@ -183,9 +186,20 @@ def _run(command: Sequence[str], options: argparse.Namespace) -> int:
             with asks_blocked():
                 child = Child(command, {**environment, "FLEET_STATUS_FILE": str(status_file)}, json)
                 health.watch(child)
-                status = run_child(child, ending)
+                status = run_child(child, ending, _telling(info, environment, status_file))
                 child.finish()
                 return status
+
+
+def _telling(info: RoleInfo, environment: Mapping[str, str], status_file: Path) -> Callable[[], None]:
+    """Return what a member does while its script runs: tell the servers of a worker that has not joined yet, which may
+    take the place of one that was lost."""
+    if info.role == SERVER or info.is_local:
+        return lambda: None
+    role = Role.WORKER if info.worker_index else Role.FIRST_WORKER
+    way = Way(info.key_dir, info.socket_dir, info.address_book)
+    starting = Starting(way, info.server_endpoints, role, environment)
+    return lambda: starting.look([] if status_file.exists() else [(info.worker_index, info.restart)])
 
 
 def _to_stdout(data: bytes) -> None:

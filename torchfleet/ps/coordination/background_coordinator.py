@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from torchfleet.base.errors import CoordinatorUnreachable
-from torchfleet.ps.coordination.view import ENDED, Coordinator, View
+from torchfleet.ps.coordination.view import Coordinator, View
 
 WAITS = "the coordinator gives no good answer"
 _WAIT = 0.05  # seconds that a call waits for the answer; much less than the lease of a primary
@@ -35,8 +35,8 @@ class BackgroundCoordinator:
         return self._ask(("read", shard), lambda: self._coordinator.read(shard))
 
     def replace(self, shard: int, before: View | None, after: View) -> bool:
-        wait = _WAIT_AT_END if after.primary == ENDED else _WAIT
-        if after.primary == ENDED and self._request is not None:
+        wait = _WAIT_AT_END if after.is_last else _WAIT
+        if after.is_last and self._request is not None:
             self._request.done.wait(wait)
         return self._ask(
             ("replace", shard, before, after), lambda: self._coordinator.replace(shard, before, after), wait

@@ -8,6 +8,7 @@ two replicas that propose different changes only one succeeds. The changes:
 (t, P, "") → (t+1, P, B)    a backup is in step: from now on the primary acknowledges only what the backup has
 (t, P, B)  → (t+1, P, B)    the backup is heard again, after the primary asked to go on without it and got no answer
 (t, P, ..) → (t+1, ENDED)   the job is over
+(t, P, B)  → (t+1, P, B), deserted: all workers are lost, and both replicas end. What their logs have is still the job's
 
 Going on alone and taking over change the same record, so they cannot both happen. Only the backup that the view names
 may take over: any other replica may lack acknowledged changes.
@@ -23,6 +24,7 @@ from torchfleet.base.errors import CoordinatorUnreachable
 from torchfleet.base.prepared_types import prepared
 
 MAX_NAME = 64
+MAX_REASON = 1000
 ENDED = "ended"  # in place of the primary's name
 
 
@@ -32,6 +34,12 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     term: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
     primary: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
     backup: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
+    deserted: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""  # which workers are lost; "": the job goes on
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the replicas have ended with their job. It may go on from their logs."""
+        return self.primary == ENDED or bool(self.deserted)
 
     def alone(self) -> View:
         """The primary goes on without its backup."""
@@ -44,6 +52,10 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def over(self) -> View:
         """The job is over; no replica may take over."""
         return View(self.term + 1, ENDED)
+
+    def left_by(self, workers: str) -> View:
+        """The replicas end because all workers are lost. `workers`: which, and how."""
+        return View(self.term + 1, self.primary, self.backup, workers[:MAX_REASON])
 
     def joined_by(self, backup: str) -> View:
         """A backup is in step."""

@@ -77,6 +77,7 @@ class Command(IntEnum):
     BACKWARD = 29
     EXCHANGE = 30
     ENTER = 31
+    STARTING = 32
 
 
 class Role(IntEnum):

@@ -18,7 +18,7 @@ from torchfleet.ps.server.layers import Answer
 from torchfleet.ps.server.meeting.file_lists import MAX_LIST, FilesBody
 from torchfleet.ps.server.meeting.gathering import GatherBody
 from torchfleet.ps.server.meeting.mail import SendBody, TakeBody
-from torchfleet.ps.server.meeting.presence import MAX_NAME, JoinBody
+from torchfleet.ps.server.meeting.presence import MAX_NAME, JoinBody, StartingBody
 from torchfleet.ps.server.state.claims import MAX_CLAIMS, Claims
 from torchfleet.ps.server.state.handshake import agree, check_claims
 from torchfleet.ps.server.state.state import State
@@ -78,6 +78,20 @@ def join(state: State, request: Request) -> Answer:
         _drop_step(state, worker)
     _forget(state, worker)
     return _told(state, worker)
+
+
+def starting(state: State, request: Request) -> Answer:
+    """The launcher is starting these workers: the server stays, and those who wait for them go on waiting."""
+    body = unpack(only(request), StartingBody, MAX_BODY)
+    num_workers = state.num_workers or MAX_WORKERS
+    if not 0 < body.seconds <= MAX_BARRIER_SECONDS:
+        raise WireError(f"servers wait up to {MAX_BARRIER_SECONDS:g} s for a worker that starts; found {body.seconds}")
+    if not all(0 <= worker < num_workers for worker in body.workers):
+        raise WireError(f"there are {num_workers} workers, numbered from 0; found numbers {body.workers[:10]}")
+    for worker in body.workers:
+        if state.meetings.presence.expect(worker, body.seconds, request.arrived):
+            state.say(f"worker {worker} is being started; the server waits for it")
+    return []
 
 
 def _finish(state: State, worker: int) -> None:

@@ -37,7 +37,7 @@ from torchfleet.ps.net.wire import (
     pack,
     unpack,
 )
-from torchfleet.ps.server.among_workers import barrier, files, gather, join, leave, send, take
+from torchfleet.ps.server.among_workers import barrier, files, gather, join, leave, send, starting, take
 from torchfleet.ps.server.arrays import (
     check_worker,
     checked_sections,
@@ -370,4 +370,5 @@ COMMANDS: dict[int, CommandHandler] = {
     Command.SUBSCRIBE: CommandHandler(subscribe, _ALL),
     Command.EXCHANGE: CommandHandler(exchange, _ALL, as_worker=True),
     Command.ENTER: CommandHandler(enter, _ALL, as_worker=True),
+    Command.STARTING: CommandHandler(starting, _ALL),
 }

@@ -61,6 +61,54 @@ def test_a_worker_that_has_left_is_not_missed_and_a_late_sign_does_not_bring_it_
     assert presence.lost(50.0) == {}
 
 
+class TestAWorkerThatIsBeingStarted:
+    LATE = (RESTART_TIMEOUTS + 4) * TIMEOUT
+
+    def ended(self) -> Presence:
+        """The only worker has ended at 1.0."""
+        presence = Presence()
+        join(presence, 0, 0.0, restart=0, max_restart=1)
+        join(presence, 0, 1.0, again=True, ended=True)
+        return presence
+
+    def test_servers_stay_and_others_wait_for_as_long_as_its_launcher_said(self) -> None:
+        presence = self.ended()
+        assert presence.is_deserted(0, 1, self.LATE)
+        assert presence.expect(0, 20.0, self.LATE - 15.0)
+        assert not presence.expect(0, 20.0, self.LATE - 10.0), "no news"
+        assert not presence.is_deserted(0, 1, self.LATE)
+        assert presence.given_up(self.LATE) == {}
+        assert list(presence.lost(self.LATE)) == [0]
+        assert presence.is_deserted(0, 1, self.LATE + 10.0)
+        assert list(presence.given_up(self.LATE + 10.0)) == [0]
+
+    def test_it_is_no_longer_waited_for_once_it_has_joined(self) -> None:
+        presence = self.ended()
+        presence.expect(0, 1e6, 2.0)
+        join(presence, 0, 3.0, process=2, restart=1)
+        join(presence, 0, 4.0, process=2, restart=1, again=True, ended=True)
+        assert presence.is_deserted(0, 1, self.LATE)
+
+    def test_a_copy_of_the_state_has_it_and_a_pause_of_the_server_does_not_count(self) -> None:
+        presence, copy = self.ended(), Presence()
+        presence.expect(0, 20.0, self.LATE - 15.0)
+        copy.restore(presence.export())
+        assert not copy.is_deserted(0, 1, self.LATE)
+        copy.forgive(30.0, self.LATE + 30.0)
+        assert not copy.is_deserted(0, 1, self.LATE + 30.0)
+        old = {name: value for name, value in presence.export().items() if name != "starting"}
+        copy.restore(old)  # of an earlier release
+        assert copy.is_deserted(0, 1, self.LATE)
+
+    def test_it_is_a_sign_of_life_of_the_job_but_begins_none(self) -> None:
+        presence = self.ended()
+        presence.expect(0, 1.0, self.LATE)
+        assert not presence.is_orphaned(TIMEOUT, self.LATE + 1.0)
+        fresh = Presence()
+        fresh.expect(0, 1.0, 0.0)
+        assert not fresh.is_orphaned(TIMEOUT, self.LATE), "no worker has joined yet"
+
+
 class TestTwoProcessesWithOneNumber:
     def test_the_second_is_refused_and_the_first_stays(self) -> None:
         presence = Presence()

@@ -334,3 +334,42 @@ def test_terms_that_a_worker_makes_up_cost_few_looks_at_the_coordinator(pair: Pa
         pair.run(0.005)
     assert len(reads) <= 1 + 200 * 0.005 / BEAT
     assert pair.primary() == number
+
+
+class TestDesertion:
+    """All workers are lost: both replicas end, with one reason, and not as if the workers had left."""
+
+    REASON = "worker 0 (here, pid 1) has ended without fleet.stop_worker()"
+
+    def desert(self, pair: Pair) -> None:
+        """As ServerRun does it, when the primary's server has found that its workers are lost."""
+        server, primary = pair.servers[0], pair.replicas[0]
+        assert server is not None
+        assert primary is not None
+        server.desertion, server.state.is_stopping = self.REASON, True
+        assert primary.is_stopping
+        primary.end()
+        pair.replicas[0] = None
+        pair.run(5.0)
+
+    def test_the_backup_ends_with_the_reason_of_its_primary(self, pair: Pair) -> None:
+        self.desert(pair)
+        backup = pair.replicas[1]
+        assert backup is not None
+        assert backup.is_stopping
+        assert not backup.is_primary
+        assert not backup.is_over
+        assert pair.servers[1] is not None
+        assert pair.servers[1].desertion == self.REASON
+        view = pair.coordinator.read(0)
+        assert view is not None
+        assert view.deserted == self.REASON
+
+    def test_a_replica_that_is_started_again_without_a_log_does_not_begin_without_rows(self, pair: Pair) -> None:
+        self.desert(pair)
+        again = pair.start(0)
+        pair.run(5.0)
+        assert not again.is_primary
+        assert again.is_stopping
+        assert pair.servers[0] is not None
+        assert pair.servers[0].desertion == self.REASON

@@ -217,8 +217,7 @@ class ServerRun:
             self.listener.close()
             self.listener = None
         if self.durable is not None:
-            is_over = self.durable.is_stopping and not self.server.desertion and not self._is_ended
-            self.durable.close(is_over)
+            self.durable.end(keeps_log=self._is_ended)
             self.durable = None
         self.server.state.close_tables()
 

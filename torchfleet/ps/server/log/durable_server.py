@@ -96,6 +96,11 @@ class DurableServer(LoggedServer):
             self._consider_cut()
         return super().work()
 
+    def end(self, keeps_log: bool = False) -> None:
+        """The process ends: close the log, and remove it if all workers have left. `keeps_log`: not then either,
+        because the server was told to end."""
+        self.close(self.is_stopping and not self.server.desertion and not keeps_log)
+
     def close(self, is_over: bool = False) -> None:
         """Write all entries and close the log. `is_over`: the job has ended, so the log is removed."""
         super().close()

@@ -39,6 +39,11 @@ class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
     waiting: float | None = None  # share of time that the worker waits for servers; None: not known yet
 
 
+class StartingBody(msgspec.Struct, forbid_unknown_fields=True):
+    workers: Annotated[list[int], msgspec.Meta(min_length=1)]
+    seconds: float  # for which servers are to wait for them, from now on
+
+
 @dataclass(slots=True)
 class Member:
     """A worker that has joined."""
@@ -60,6 +65,8 @@ class Presence:
 
     def __init__(self) -> None:
         self._members: dict[int, Member] = {}
+        # By worker that its launcher is starting: until when to wait for it, and the seconds that the launcher said.
+        self._starting: dict[int, tuple[float, float]] = {}
         self._looked = 0.0
         self.num_lost = 0  # workers that ended, or fell silent, without having left
         self.heard: float | None = None  # last sign of life of any worker; None: no worker has ever joined
@@ -90,12 +97,22 @@ class Presence:
             )
         self.heard = now
         if not body.again:
+            self._starting.pop(worker, None)
             joined = now if known is None or is_other else known.joined
             self._members[worker] = Member(body, incarnation, now, joined)
         elif known is not None:  # a late copy does not bring back a worker that has left
             known.heard, known.is_noted, known.body = now, False, body
             known.ended = (known.ended or now) if body.ended else None
         return is_other and not body.again
+
+    def expect(self, worker: int, seconds: float, now: float) -> bool:
+        """The launcher is starting a process of the worker: wait for it for so long, or until it joins. Returns whether
+        this is news."""
+        is_news = not self._is_starting(worker, now)
+        self._starting[worker] = max(self._starting.get(worker, (now, 0.0)), (now + seconds, seconds))
+        if self.heard is not None:
+            self.heard = now
+        return is_news
 
     def check(self, worker: int, incarnation: int) -> None:
         """Raise RoleError if another process has joined under this number."""
@@ -143,6 +160,7 @@ class Presence:
 
     def leave(self, worker: int) -> None:
         self._members.pop(worker, None)
+        self._starting.pop(worker, None)
 
     def pause(self, now: float) -> float:
         """Set the time to `now`. Returns for how long the server itself stood still; 0 for a normal tick."""
@@ -155,6 +173,8 @@ class Presence:
             return
         if self.heard is not None:
             self.heard = min(now, self.heard + pause)
+        for worker, (until, seconds) in self._starting.items():
+            self._starting[worker] = min(now + seconds, until + pause), seconds
         for member in self._members.values():
             member.heard = min(now, member.heard + pause)
 
@@ -184,11 +204,14 @@ class Presence:
         return [text for _, text in fresh]
 
     def is_deserted(self, num_left: int, num_workers: int, now: float, is_soon: bool = False) -> bool:
-        """Whether all workers that have not left have ended, or have been silent for too long.
+        """Whether all workers that have not left have ended, or have been silent for too long, and none is being
+        started.
 
         `is_soon`: other workers have finished, so a silent worker only gets time for a restart.
         """
         if not self._members or num_left + len(self._members) < num_workers:
+            return False
+        if any(self._is_starting(worker, now) for worker in self._starting):
             return False
         any_ended = is_soon or any(member.ended is not None for member in self._members.values())
         return all(
@@ -211,11 +234,12 @@ class Presence:
             worker: [msgspec.to_builtins(m.body), m.incarnation, m.heard, m.joined, m.ended]
             for worker, m in self._members.items()
         }
-        return {"members": members, "heard": self.heard}
+        return {"members": members, "heard": self.heard, "starting": self._starting}
 
     def restore(self, kept: dict[str, Any]) -> None:
         """Restore the state from the result of `export`."""
         self.heard = kept["heard"]
+        self._starting = {worker: (until, seconds) for worker, (until, seconds) in kept.get("starting", {}).items()}
         self._members = {
             worker: Member(msgspec.convert(body, prepared(JoinBody)), *rest)
             for worker, (body, *rest) in kept["members"].items()
@@ -238,7 +262,12 @@ class Presence:
             for worker, member in sorted(self._members.items())
         ]
 
+    def _is_starting(self, worker: int, now: float) -> bool:
+        return worker in self._starting and now < self._starting[worker][0]
+
     def _is_restarting(self, worker: int, now: float) -> bool:
+        if self._is_starting(worker, now):
+            return True
         member = self._members[worker]
         since = member.heard if member.ended is None else member.ended
         return member.body.restart < member.body.max_restart and now - since < RESTART_TIMEOUTS * member.body.timeout

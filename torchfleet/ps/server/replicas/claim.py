@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 from torchfleet.base.errors import CoordinatorUnreachable
-from torchfleet.ps.coordination.view import ENDED, Coordinator, View
+from torchfleet.ps.coordination.view import Coordinator, View
 from torchfleet.ps.server.replicas.between import Identity
 
 
@@ -27,7 +27,7 @@ def claim(own: Identity, coordinator: Coordinator, has_log: bool = False) -> Beg
         before = coordinator.read(own.shard)
         if before is not None and before.primary == own.name:  # an earlier claim, whose answer was lost
             return Beginning(before)
-        if before is not None and (before.primary != ENDED or own.restart):
+        if before is not None and (not before.is_last or own.restart):
             return Beginning(None)
         view = View((before.term if before else 0) + 1, own.name)
         if coordinator.replace(own.shard, before, view):

@@ -38,6 +38,7 @@ class Fate(Enum):
     TAKES_OVER = "takes over"
     DROPPED = "dropped"  # its state is outdated: the process must be restarted
     ENDS = "ends"  # the job is over
+    DESERTED = "deserted"  # all workers are lost, as the view says
     RESTORES = "restores"  # no replica has the state in memory any longer: this one has it in its log
 
 
@@ -195,6 +196,8 @@ class Follower:
             return Fate.ENDS
         if self._may_restore(view, now):
             return Fate.RESTORES
+        if view is not None and view.deserted and self._log is None:
+            return Fate.DESERTED
         if view is not None:
             self._check_kept(view)
             self._ask(view)
@@ -246,8 +249,8 @@ class Follower:
     def _look_for_end(self, now: float) -> Fate:
         self._asked = now
         view = self.view = self._coordinator.read(self._own.shard)
-        if view is None or view.primary == ENDED:
-            return Fate.ENDS
+        if view is None or view.is_last:
+            return Fate.DESERTED if view is not None and view.deserted else Fate.ENDS
         if view.primary == self._own.name:  # it has taken over, and the coordinator's answer was lost
             self._has_won = True
             return Fate.TAKES_OVER if self._is_silent else Fate.WAITS

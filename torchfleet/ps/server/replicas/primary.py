@@ -154,10 +154,12 @@ class Primary:
             elif view.term > self.view.term:  # this replica has changed it, and the coordinator's answer was lost
                 self._use(view)
 
-    def end(self) -> None:
-        """Write into the view that the job is over, so that no replica takes over. Tried once."""
+    def end(self, desertion: str = "") -> None:
+        """Write into the view that the job is over, or which workers are lost, so that no replica takes over. Tried
+        once."""
+        last = self.view.left_by(desertion) if desertion else self.view.over()
         with contextlib.suppress(CoordinatorUnreachable):
-            self._coordinator.replace(self._own.shard, self.view, self.view.over())
+            self._coordinator.replace(self._own.shard, self.view, last)
 
     def close(self, is_over: bool = False) -> None:
         """`is_over`: as in LoggedServer.close."""

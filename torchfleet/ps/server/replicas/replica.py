@@ -99,7 +99,7 @@ class Replica:
     def is_stopping(self) -> bool:
         """Whether this process should end: the job is over, or the replica is deposed."""
         if self._primary is None or self.deposed:
-            return self.is_over or bool(self.deposed)
+            return self.is_over or bool(self.deposed or self._server.desertion)
         is_new = self._took_over is not None and self._clock() < self._took_over + FAREWELL
         return self._primary.logged.is_stopping and not is_new
 
@@ -112,12 +112,13 @@ class Replica:
 
     def end(self, keeps_log: bool = False) -> None:
         """Close all connections to the other replica. If the job is over, first write that into the view, and remove
-        the log. `keeps_log`: a primary keeps its log, because it was told to end."""
-        is_over = self._is_job_over
+        the log; if all workers are lost, write which, and keep the log. `keeps_log`: a primary keeps its log, because
+        it was told to end."""
+        is_over, desertion = self._is_job_over, self._server.desertion
         if self._primary is not None:
-            if is_over:
-                self._primary.end()
-            self._primary.close(is_over and not keeps_log and not self._server.desertion)
+            if is_over or (desertion and not self.deposed):
+                self._primary.end(desertion)
+            self._primary.close(is_over and not keeps_log)
         if self._restored is not None:
             self._restored.logged.close()
         if self._follower is not None:
@@ -128,6 +129,8 @@ class Replica:
     @property
     def _is_job_over(self) -> bool:
         """Whether all workers have left, as far as this replica knows. A follower may be told to end at that time."""
+        if self._server.desertion:
+            return False
         if self._primary is not None:
             return self._primary.logged.is_stopping and not self.deposed
         if self._follower is None or self.deposed:
@@ -335,6 +338,9 @@ class Replica:
             self._restore(self._log, follower)
         elif fate is Fate.DROPPED:
             self._depose("the primary goes on without this backup")
+        elif fate is Fate.DESERTED:
+            assert follower.view is not None
+            self._server.desertion = follower.view.deserted
         self.is_over |= fate is Fate.ENDS
 
     def _logged_after(self, follower: Follower, term: int) -> LoggedServer:

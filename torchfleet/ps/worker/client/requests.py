@@ -89,6 +89,11 @@ class Requests:
         )
         return asked.result()
 
+    def tell_starting(self, workers: Sequence[int], seconds: float, timeout: float | None = None) -> None:
+        """Tell the servers that these workers are being started: for so long they wait for them to join."""
+        body = [pack({"workers": list(workers), "seconds": seconds})]
+        self._ask(Command.STARTING, [body] * self.num_servers, timeout=timeout).result()
+
     def skip_step(self, servers: Collection[int], timeout: float | None = None) -> None:
         """Make these servers take one step of all workers without this worker. Returns when the step is made."""
         nothing = [Array(0, np.empty((0, 1)))]
