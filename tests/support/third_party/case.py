@@ -58,7 +58,7 @@ class Port:
         """By which a script divides its batch size, so that all workers together have the batch of one process."""
         return self.share()[1]
 
-    def __call__(self, *objects: Any, sparse: int | str = SPARSE) -> Any:
+    def __call__(self, *objects: Any, sparse: int | None = SPARSE) -> Any:
         """`fleet.prepare`."""
         if self.mode is None:
             return objects

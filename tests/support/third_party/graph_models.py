@@ -108,7 +108,7 @@ def lightgcn(port: Port) -> Outcome:
     triples = torch.stack([edges[0], edges[1], wrong], 1)
     triples = triples[: len(triples) // BATCH * BATCH]
     loader: Any = DataLoader(TensorDataset(triples), BATCH // port.num_workers)
-    model, optimizer, loader = port(model, adagrad(model, 0.05), loader, sparse="auto")
+    model, optimizer, loader = port(model, adagrad(model, 0.05), loader, sparse=None)
     both = torch.cat([edges, edges.flip(0)], dim=1)
     with recorded_losses() as losses:
         for _ in range(EPOCHS):
