@@ -248,7 +248,7 @@ def test_the_optimizers_state_of_a_table_is_not_left_out_in_silence(tmp_path: Pa
     for call in (optimizer.state_dict, lambda: optimizer.load_state_dict({"state": {}, "param_groups": []})):
         with pytest.raises(ModelError, match=naming("'rows'", "fleet.save")):
             call()
-    model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+    model(torch.zeros(1, 2, dtype=torch.int64, device=here())).sum().backward()
     optimizer.step()
     fleet.save_state(str(tmp_path))
     assert fleet.load_state(str(tmp_path)) == {}

@@ -27,6 +27,17 @@ def written() -> dict[str, str]:
     "group",
     [pytest.param(g, marks=[pytest.mark.long] if g in page.LONG else [], id=g.title) for g in page.GROUPS],
 )
+def test_the_page_says_what_runs_in_two_modes_give(group: Group, written: dict[str, str]) -> None:
+    """A third of the cells, from every row and every mode: all of them take more than a minute."""
+    rows = page.part_of(group)
+    assert page.wrong(rows) == [], "neither equal to plain torch, nor refused by torchfleet, nor explained"
+    found, said = page.kinds_of(rows, written[group.title])
+    assert found == said, "`make habits` writes the page anew"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("group", [pytest.param(g, id=g.title) for g in page.GROUPS])
 def test_the_page_says_what_runs_give(group: Group, written: dict[str, str]) -> None:
     rows = page.rows_of(group)
     assert page.wrong(rows) == [], "neither equal to plain torch, nor refused by torchfleet, nor explained"

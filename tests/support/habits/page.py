@@ -54,6 +54,20 @@ def rows_of(group: Group) -> Rows:
     return {habit.name: cells(habit) for habit in group.habits}
 
 
+def part_of(group: Group) -> Rows:
+    """Runs all habits of a group, each in two of the modes: the six modes take turns over the rows."""
+    half = len(MODES) // 2
+    turns = ((MODES[i % len(MODES)], MODES[(i + half) % len(MODES)]) for i in range(len(group.habits)))
+    return {habit.name: cells(habit, modes) for habit, modes in zip(group.habits, turns, strict=True)}
+
+
+def kinds_of(rows: Rows, text: str) -> tuple[dict[tuple[str, str], str], dict[tuple[str, str], str]]:
+    """By habit and mode: the kinds of these cells as the runs gave them, and as a section's text has them."""
+    said = _by_row(text)
+    found = {(name, mode): cell.kind for name, by_mode in rows.items() for mode, cell in by_mode.items()}
+    return found, {(name, mode): said[_escaped(name)][MODES.index(mode)] for name, mode in found}
+
+
 def wrong(rows: Rows) -> list[str]:
     """Outcomes that are none of the three kinds, one line each; modes with the same outcome share one."""
     found: dict[tuple[str, str], list[str]] = {}
