@@ -10,7 +10,7 @@ _SHOWN = 5
 
 def near_names(name: str, names: Iterable[str]) -> str:
     """The names that are most like `name`, in whole or in one of their components; without such names, the first ones.
-    "" if there are none at all.
+    "" without names.
     """
     known = list(dict.fromkeys(names))
     owners = {part: each for each in reversed(known) for part in (*each.split("."), each)}

@@ -59,7 +59,7 @@ def _section(text: str, address: str, anchor: str) -> str:
 
 
 def _headings(lines: list[str]) -> list[tuple[int, int, str]]:
-    """(line, depth, anchor) of each heading; comments of code between ``` are none."""
+    """(line, depth, anchor) of each heading; comments of code between ``` do not count."""
     found, is_code = [], False
     for number, line in enumerate(lines):
         is_code ^= line.startswith("```")

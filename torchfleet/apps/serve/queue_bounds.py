@@ -5,7 +5,7 @@ from __future__ import annotations
 _KEPT = 0.9  # of the earlier batches in the speed, when another one is counted
 _ALWAYS = 32  # samples that may wait however slow the last batches were: a pause must not refuse a few clients
 _PAUSE = 0.1  # seconds; a batch that takes more than this and ten times what was expected counts as no more
-_SHARE = 8  # one part of so many is kept for small requests
+_SHARE = 8  # an eighth of the queue is kept for small requests
 _SMALL = 64  # a small request has at most max_batch / _SMALL samples
 
 

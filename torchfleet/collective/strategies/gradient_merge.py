@@ -54,5 +54,5 @@ class GradientMerge(Strategy):
         self._num = 0
 
     def after_load(self) -> None:
-        """Begin anew: gradients accumulated so far are not saved, and those of before the load are dropped."""
+        """Begin anew: gradients accumulated so far are not saved, and those from before the load are dropped."""
         self._num = 0

@@ -154,7 +154,7 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self._refuse(400, msg)
 
     def _check_chunk(self, data: bytes) -> None:
-        """Refuse a chunk that is said to be larger than a request may be: nobody need wait for its end."""
+        """Refuse a chunk that is said to be larger than a request may be: its end need not be waited for."""
         if self._is_new_chunk and self._in_chunk >= 0:
             before = self._tail + data
             *_, line = before[: len(before) - self._in_chunk].rstrip(b"\r\n")[-_LINE:].split(b"\n")
