@@ -18,7 +18,7 @@ def page(address: str) -> str:
 
 def addresses() -> dict[str, Path]:
     """The files of all pages by address: docs/modes/async.md is "modes/async", docs/modes/README.md is "modes"."""
-    if _CHECKOUT.is_dir():
+    if (_CHECKOUT.parent / "pyproject.toml").is_file():  # other packages may install a folder docs beside this one
         files = {str(path.relative_to(_CHECKOUT)): path for path in _CHECKOUT.rglob("*.md")}
     else:
         from importlib import metadata

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchfleet.api.serving.description import ServingDescription, read_saved
 from torchfleet.apps.serve.model_version import ModelSource, ModelVersion
-from torchfleet.apps.serve.predictor import Predictor, Result
+from torchfleet.apps.serve.predictor import Predictor
 from torchfleet.apps.serve.samples import Samples
 from torchfleet.apps.serve.settings import ServeSettings
 from torchfleet.apps.serve.shards.followed_shards import FollowedShards, open_followed_shards
@@ -61,10 +61,6 @@ class ServedModel:
         """The Predictor that decoded these requests, which must be the same for all."""
         predictor = requests[0].decoded_by
         return predictor if isinstance(predictor, Predictor) else self.predictor
-
-    def predict(self, requests: Sequence[Samples]) -> list[Result | Exception]:
-        """As Predictor.predict, by the Predictor that decoded them."""
-        return self.predictor_of(requests).predict(requests)
 
     @property
     def is_ready(self) -> bool:
